@@ -1,0 +1,143 @@
+"""Configuration: what a user may ask (`EngineOptions`), and what it became (`EngineConfig`, frozen, with origins).
+
+`resolve()` in `halfbyte.resolve` is the one pure function between the two. An option that is None was not given. No
+environment variable changes results. Sizes are bytes or tokens as the suffix says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["bfloat16", "float16", "float32"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Engine settings as given by flags, a config file or `LLM(...)`; None means not given."""
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = None
+    revision: str | None = None
+    hf_token: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    hf_overrides: Mapping[str, Any] | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    seed: int | None = None
+    block_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    enable_chunked_prefill: bool | None = None
+    scheduling_policy: str = "fcfs"
+    max_logprobs: int | None = None
+    logprobs_mode: str = "raw_logprobs"
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model runs, in which precision, up to which length.
+
+    max_model_len is -1 only before auto-fit; the engine replaces it when the KV capacity is known.
+    """
+
+    model: str
+    tokenizer: str
+    revision: str | None
+    load_format: str
+    hf_overrides: Mapping[str, Any]
+    dtype: DType
+    device: str
+    max_model_len: int
+    seed: int | None
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache. `kv_cache_memory_bytes` is what the user fixed, else None: then it comes from free memory."""
+
+    block_size: int
+    kv_cache_dtype: str
+    kv_cache_memory_bytes: int | None
+    memory_utilization: float
+    num_blocks_override: int | None
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The token budget and its limits. Counts are per step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_reqs: int | None
+    max_num_queued_tokens: int | None
+    long_prefill_token_threshold: int
+    enable_chunked_prefill: bool
+    policy: SchedulingPolicy
+    max_logprobs: int
+    logprobs_mode: LogprobsMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that the engine process needs, resolved once. `origins`: field -> default, flag, checkpoint or platform."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    attention_backend: str
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP front end. Nothing here reaches the engine process."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    root_path: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    enable_request_id_headers: bool = False
+    disable_fastapi_docs: bool = False
+    uvicorn_log_level: str = "info"
+    disable_uvicorn_access_log: bool = False
+    enable_log_requests: bool = False
+    disable_log_stats: bool = False
+    chat_template: str | None = None
+    response_role: str = "assistant"
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trust_request_chat_template: bool = False
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    shutdown_timeout_s: float = 0.0
+    sse_keep_alive_interval_s: float = 0.0
+    max_body_bytes: int = 32 * 1024 * 1024
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None

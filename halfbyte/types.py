@@ -1,0 +1,327 @@
+"""The words that all floors share: what a request asks, what a step schedules, what a step returns.
+
+Structs cross the process boundary (msgpack); dataclasses stay inside the engine process. Nothing here imports torch,
+reads files or knows a model. Token positions count from 0; token counts are plain ints; times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from halfbyte.errors import UserError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+GREEDY_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 0.01
+
+
+class RequestOutputKind(IntEnum):
+    """How `LLM` and `AsyncEngine` report progress: everything so far, what is new, or the end only."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when a generation ends. Field names and defaults are vLLM's.
+
+    Ranges are checked when an instance is made (UserError names the field); what depends on the model (vocabulary width,
+    context length, maximum logprobs) is checked by `halfbyte.engine.limits.Limits`.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] | str | None = msgspec.field(default_factory=list)
+    stop_token_ids: list[int] | None = msgspec.field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = msgspec.field(default_factory=list)
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list, whatever form the user gave."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or self.stop is None:
+            self.stop = self.stop_strings
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
+        self.bad_words = list(self.bad_words or ())
+        if self.seed == -1:
+            self.seed = None
+        _check_sampling(self)
+        if self.greedy:
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        if self.top_k == -1:
+            self.top_k = 0
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked again."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    """Raise UserError for a value outside its range. Types are checked too: these arrive from Python callers as they are."""
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        _number(name, getattr(p, name))
+    for name, low in (("n", 1), ("top_k", -1), ("min_tokens", 0)):
+        _integer(name, getattr(p, name), low, 2**31 - 1)
+    for name, low, high in (
+        ("seed", -(2**63), 2**63 - 1),
+        ("max_tokens", 1, 2**31 - 1),
+        ("logprobs", -1, 2**31 - 1),
+        ("prompt_logprobs", -1, 2**31 - 1),
+        ("truncate_prompt_tokens", -1, 2**31 - 1),
+    ):
+        if (value := getattr(p, name)) is not None:
+            _integer(name, value, low, high)
+    _in_range("n", p.n, 1, 16384)
+    _in_range("temperature", p.temperature, 0.0, 2.0)
+    _in_range("min_p", p.min_p, 0.0, 1.0)
+    _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
+    _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
+    if not 0.0 < p.top_p <= 1.0:
+        raise UserError(f"top_p must be in (0, 1], got {p.top_p}", param="top_p")
+    if p.repetition_penalty <= 0.0:
+        raise UserError(f"repetition_penalty must be greater than 0, got {p.repetition_penalty}", param="repetition_penalty")
+    if p.n > 1 and p.greedy:
+        raise UserError(f"n={p.n} needs temperature > 0: greedy sampling gives the same text every time", param="n")
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise UserError(f"min_tokens={p.min_tokens} is larger than max_tokens={p.max_tokens}", param="min_tokens")
+    for text in p.stop_strings:
+        if not isinstance(text, str) or not text:
+            raise UserError(f"stop must hold non-empty strings, got {text!r}", param="stop")
+    for word in p.bad_words or ():
+        if not isinstance(word, str) or not word:
+            raise UserError(f"bad_words must hold non-empty strings, got {word!r}", param="bad_words")
+    if p.stop_strings and not p.detokenize:
+        raise UserError("stop strings need detokenize=True", param="stop")
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        raise UserError("allowed_token_ids must not be empty", param="allowed_token_ids")
+    for bias in (p.logit_bias or {}).values():
+        _number("logit_bias", bias)
+    if p.logit_bias:
+        p.logit_bias = {token: min(100.0, max(-100.0, float(bias))) for token, bias in p.logit_bias.items()}
+    if p.logprob_token_ids is not None and p.logprobs is None:
+        raise UserError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value!r}", param=name)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UserError(f"{name} must be an integer in [{low}, {high}], got {value!r}", param=name)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise UserError(f"{name} must be in [{low}, {high}], got {value}", param=name)
+
+
+class EngineRequest(msgspec.Struct, omit_defaults=True):
+    """One generation on its way to the engine. `sampling.n` is 1 and `sampling.seed` is set: n > 1 became n requests."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    eos_token_ids: list[int]
+    arrival_s: float
+    max_tokens: int
+    priority: int = 0
+    cache_salt: str | None = None
+    bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end the generation: the request's own, and EOS unless it is ignored."""
+        eos = () if self.sampling.ignore_eos else self.eos_token_ids
+        return frozenset(self.sampling.stop_token_ids or ()) | frozenset(eos)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log probability (natural log) and rank (1 = most likely) of one token, and the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+class EngineOutput(msgspec.Struct, omit_defaults=True):
+    """What one step did for one request. `finish_reason` is set exactly once per request, on its last output."""
+
+    request_id: str
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    scheduled_s: float | None = None
+    error: str | None = None
+
+    @classmethod
+    def failed(cls, request_id: str, error: str) -> EngineOutput:
+        """The terminal output of a request that failed alone. `error` is safe to show to the client."""
+        return cls(request_id=request_id, new_token_ids=[], finish_reason="error", error=error)
+
+
+class SchedulerStats(msgspec.Struct):
+    """Gauges after a step, and counters since the last report (so that a lost report loses nothing but itself)."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries_tokens: int = 0
+    prefix_cache_hits_tokens: int = 0
+    num_scheduled_tokens: int = 0
+
+
+class StepOutput(msgspec.Struct):
+    """The one message that a step sends to the API process."""
+
+    outputs: list[EngineOutput]
+    stats: SchedulerStats
+    timestamp_s: float = 0.0
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A request that enters the runner (new, or resumed after preemption: then `token_ids` holds its outputs too).
+
+    block_ids: one list per KV group. num_computed_tokens: KV already present (prefix cache), < len(token_ids).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[list[int]]
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class GrownRow:
+    """A request that the runner holds already: `new_block_ids` (one list per KV group) are appended to its block tables."""
+
+    request_id: str
+    num_computed_tokens: int
+    new_block_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's batch as a difference to the last: who enters, who grew, who left.
+
+    num_scheduled_tokens: request_id -> tokens to compute this step (>= 1); its order is the order of the batch. A request
+    samples when computed + scheduled reaches all tokens that are known of it. Finished and preempted rows are released
+    before new rows enter. drafts: speculative tokens per request, not counted as known.
+    """
+
+    new_rows: list[NewRow] = field(default_factory=list)
+    grown_rows: list[GrownRow] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    finished_request_ids: list[str] = field(default_factory=list)
+    preempted_request_ids: list[str] = field(default_factory=list)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    needs_grammar_mask: bool = False
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What a step computed, in batch order.
+
+    token_ids[i]: tokens sampled for request_ids[i] ([] while its prompt is not done). logprobs[i]: one entry per sampled
+    token, or None. prompt_logprobs: request_id -> entries for the prompt positions whose *next* token became known this
+    step (so a prompt of P tokens yields P - 1 in all). bad_rows: requests with non-finite logits; they fail alone.
+    """
+
+    request_ids: list[str]
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    bad_rows: frozenset[str] = frozenset()
+
+
+class Runner(Protocol):
+    """All that the engine knows of a device. `execute` then `sample`, once each per step; one thread."""
+
+    def execute(self, scheduled: SchedulerOutput) -> None: ...
+
+    def sample(self, grammar_mask: Any | None = None) -> ModelRunnerOutput: ...
+
+    def close(self) -> None: ...
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the engine process tells the API process when it is ready: the model's facts and the exact capacity.
+
+    vocab_size is the width of the logits: token ids of requests are checked against it, never against the tokenizer.
+    phases: (name, seconds) of the start-up, in order.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    kv_cache_dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    max_logprobs: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    kv_cache_tokens: int
+    max_concurrency: float
+    enable_prefix_caching: bool
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    phases: list[tuple[str, float]] = msgspec.field(default_factory=list)
+    report: list[str] = msgspec.field(default_factory=list)
