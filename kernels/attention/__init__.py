@@ -1,0 +1,20 @@
+"""The attention back ends by name. To add one: a file in this folder and a line in `BACKENDS`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+from halfbyte.kernels.attention.base import AttentionBackend
+
+BACKENDS: dict[str, str] = {
+    "reference": "halfbyte.kernels.attention.reference:ReferenceBackend",
+}
+
+
+@cache
+def get_backend(name: str) -> AttentionBackend:
+    """The back end called `name` (a key of `BACKENDS`), made once: what a step needs lives in its metadata."""
+    module, _, attribute = BACKENDS[name].partition(":")
+    made: AttentionBackend = getattr(import_module(module), attribute)()
+    return made
