@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from halfbyte.kernels.attention.base import AttentionBackend
+if TYPE_CHECKING:
+    from halfbyte.kernels.attention.base import AttentionBackend
 
 BACKENDS: dict[str, str] = {
     "reference": "halfbyte.kernels.attention.reference:ReferenceBackend",

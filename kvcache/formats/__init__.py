@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from halfbyte.kvcache.formats.base import KVFormat
+if TYPE_CHECKING:
+    from halfbyte.kvcache.formats.base import KVFormat
 
 FORMATS: dict[str, str] = {
     "bfloat16": "halfbyte.kvcache.formats.dense:DenseFormat",
