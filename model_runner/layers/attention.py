@@ -1,0 +1,62 @@
+"""Self-attention of a decoder layer: projections, optional q/k norms, rotation; the back end does the rest.
+
+Knows its layer's index, so that it finds its cache and metadata in the context. Called by decoder layers.
+
+Shape letters: T tokens, E hidden, H heads, G kv heads, N = H + G, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.kernels.attention.base import AttentionBackend, AttentionSpec
+from halfbyte.kernels.rope import rotate
+from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.layers.context import ForwardContext
+from halfbyte.model_runner.layers.linear import Linear
+from halfbyte.model_runner.layers.norm import RMSNorm
+from halfbyte.model_runner.layers.rotary import RotaryTables
+
+
+def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
+    """What layer `layer` asks of an attention back end."""
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        head_dim_v=config.head_dim,
+        scale=config.attention_scale,
+        sliding_window=config.layer_windows[layer],
+        soft_cap=config.attn_soft_cap,
+    )
+
+
+class Attention(nn.Module):
+    """Rotary attention with grouped kv heads over the paged cache."""
+
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.layer = layer
+        self.backend = backend
+        self.spec = attention_spec(config, layer)
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shards = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv_proj = Linear(config.hidden_size, shards, bias=config.attention_bias)
+        self.o_proj = Linear(query, {"o_proj": config.hidden_size}, bias=config.output_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_unit_offset)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_unit_offset)
+
+    def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
+        num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        qkv_TND = self.qkv_proj(x_TE).unflatten(-1, (-1, self.spec.head_dim))
+        qk_TND, v_TGD = qkv_TND.split((num_heads + num_kv_heads, num_kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk_TND = torch.cat((self.q_norm(qk_TND[:, :num_heads]), self.k_norm(qk_TND[:, num_heads:])), 1)
+        q_THD, k_TGD = rotate(qk_TND, *rotary).split((num_heads, num_kv_heads), 1)
+        metadata = context.metadata[context.group_of_layer[self.layer]]
+        out_THD = self.backend.forward(q_THD, k_TGD, v_TGD, context.caches[self.layer], metadata, self.spec)
+        out_TE: Tensor = self.o_proj(out_THD.flatten(1))
+        return out_TE

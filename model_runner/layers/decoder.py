@@ -1,0 +1,31 @@
+"""The decoder layer that most families share: norm, attention, add; norm, MLP, add. Called by the models that use it.
+
+Shape letters: T tokens, E hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from halfbyte.kernels.attention.base import AttentionBackend
+from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.layers.attention import Attention
+from halfbyte.model_runner.layers.context import ForwardContext
+from halfbyte.model_runner.layers.mlp import GatedMLP
+from halfbyte.model_runner.layers.norm import RMSNorm
+from halfbyte.model_runner.layers.rotary import RotaryTables
+
+
+class PreNormLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). The sums are in the model's dtype."""
+
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
+        self.self_attn = Attention(config, layer, backend)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_unit_offset)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
+        x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), rotary, context)
+        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))

@@ -1,0 +1,31 @@
+"""The gated feed-forward block of a decoder layer. Called by decoder layers.
+
+Shape letters: T tokens, E hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from halfbyte.errors import Refusal, UnsupportedError
+from halfbyte.kernels.activation import GATED_ACTIVATIONS
+from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.layers.linear import Linear
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)); gate and up are one matrix."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        if config.hidden_act not in GATED_ACTIVATIONS:
+            known = ", ".join(GATED_ACTIVATIONS)
+            raise UnsupportedError(Refusal(f"hidden_act {config.hidden_act!r} is not one of {known}", ""))
+        inner = config.intermediate_size
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
+        self.activation = GATED_ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        out_TE: Tensor = self.down_proj(self.activation(self.gate_up_proj(x_TE)))
+        return out_TE
