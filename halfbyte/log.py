@@ -13,7 +13,9 @@ from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
 
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)} | {10: "\\n", 13: "\\r", 9: "\\t"}
+# what could end a line or drive a terminal: C0, DEL, C1 and Unicode's two line separators
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
+_CONTROL |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 
 
 class _LineFormatter(logging.Formatter):

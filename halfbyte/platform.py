@@ -58,7 +58,10 @@ class Platform:
 
 
 def detect_platform(device: str = "auto", *, root: Path = _ROOT) -> Platform:
-    """The platform that `device` names; "auto" takes a GPU that torch can use, else the CPU. `root` is where /proc, /sys, /dev lie."""
+    """The platform that `device` names; "auto" takes a GPU that torch can use, else the CPU.
+
+    root: where /proc, /sys and /dev lie. UserError when `device` is unknown or not usable here.
+    """
     if device not in DEVICES:
         raise UserError(f"device must be one of {', '.join(DEVICES)}, got {device!r}", param="device")
     if device == "cpu":

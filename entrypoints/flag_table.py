@@ -1,0 +1,270 @@
+"""The flags as data: those that this build honours, and those of vLLM that it does not have yet.
+
+One row per field of `EngineOptions` and `ServerConfig`; a test compares them. Names on the command line are vLLM's. Choices
+come from the registries, so that nothing advertised can fail. Called by the commands; imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from halfbyte.config import DEFAULT_MODEL, EngineOptions, ServerConfig
+from halfbyte.entrypoints.flags import Flag, Parsed, UsageError
+from halfbyte.errors import Refusal, UnsupportedError, UserError
+from halfbyte.log import LEVELS
+from halfbyte.platform import DEVICES
+from halfbyte.resolve import (
+    DTYPE_ALIASES,
+    DTYPES,
+    LOAD_FORMATS,
+    LOGPROBS_MODES,
+    SCHEDULING_POLICIES,
+    kv_cache_dtype_refusal,
+    load_format_refusal,
+)
+
+# Keys may also come from the environment, where `ps` does not show them: the first of these that is set.
+API_KEY_VARIABLES = ("HALFBYTE_API_KEY", "VLLM_API_KEY")
+
+
+UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+def kv_cache_dtypes() -> tuple[str, ...]:
+    from halfbyte.kvcache.formats import FORMATS
+
+    return ("auto", *FORMATS)
+
+
+def attention_backends() -> tuple[str, ...]:
+    from halfbyte.kernels.attention import BACKENDS
+
+    return ("auto", *BACKENDS)
+
+
+def _check_kv_cache_dtype(name: str) -> None:
+    _raise(kv_cache_dtype_refusal(DTYPE_ALIASES.get(name, name), kv_cache_dtypes()[1:]))
+
+
+def _check_load_format(name: str) -> None:
+    _raise(load_format_refusal(name))
+
+
+def _check_port(port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port must be in [0, 65535], got {port}", param="port")
+
+
+def _check_seconds(seconds: float) -> None:
+    if not 0.0 <= seconds < math.inf:
+        raise UserError(f"a time must be 0 or more seconds, got {seconds}")
+
+
+def _check_body_limit(size: int) -> None:
+    if size < 1:
+        raise UserError(f"--max-body-bytes must be at least 1, got {size}", param="max_body_bytes")
+
+
+def _raise(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        raise UnsupportedError(refusal)
+
+
+def _model(name: str, help: str, **rest: Any) -> Flag:
+    return Flag(name=name, help=help, owner="engine", group="model", **rest)
+
+
+def _cache(name: str, help: str, **rest: Any) -> Flag:
+    return Flag(name=name, help=help, owner="engine", group="KV cache", **rest)
+
+
+def _batch(name: str, help: str, **rest: Any) -> Flag:
+    return Flag(name=name, help=help, owner="engine", group="scheduling", **rest)
+
+
+def _http(name: str, help: str, **rest: Any) -> Flag:
+    return Flag(name=name, help=help, owner="server", group="HTTP", **rest)
+
+
+def _prompt(name: str, help: str, **rest: Any) -> Flag:
+    return Flag(name=name, help=help, owner="server", group="prompts and answers", **rest)
+
+
+LOG_LEVEL = Flag(name="log-level", help="least level of log lines; debug adds tracebacks", choices=lambda: LEVELS)
+
+ENGINE_FLAGS: tuple[Flag, ...] = (
+    _model("model", f"catalogue name, .gguf file, folder or hub id (default: {DEFAULT_MODEL})"),
+    _model("tokenizer", "folder or hub id of another tokenizer (default: the model's)"),
+    _model("revision", "branch, tag or commit on the hub"),
+    _model("hf-token", "token for private models on the hub"),
+    _model("download-dir", "where downloads are kept"),
+    _model("load-format", f"how weights are read ({', '.join(LOAD_FORMATS)})", check=_check_load_format),
+    _model("hf-overrides", "changes to the model's config", kind="json"),
+    _model("dtype", "type of weights and activations", choices=lambda: (*DTYPES, *DTYPE_ALIASES)),
+    _model("device", "where the model runs", choices=lambda: DEVICES),
+    _model("max-model-len", "longest prompt plus answer in tokens; auto fits the memory (default: the model's)", kind="length"),
+    _model("seed", "seed of requests that bring none", kind="integer"),
+    _model("attention-backend", "which attention kernels run", choices=attention_backends),
+    _model("num-threads", "CPU threads (default: what affinity and cgroup quota grant)", kind="integer"),
+    _cache("block-size", "tokens per KV block (default: 16)", kind="integer"),
+    _cache("kv-cache-dtype", "format of cached keys and values", choices=kv_cache_dtypes, check=_check_kv_cache_dtype),
+    _cache("kv-cache-memory-bytes", "exact size of the KV cache, such as 4G", kind="size"),
+    _cache("gpu-memory-utilization", "part of the memory to use, in (0, 1] (default: 0.92; 0.5 on a CPU)", kind="number"),
+    _cache("num-gpu-blocks-override", "exact number of KV blocks", kind="integer"),
+    _cache("enable-prefix-caching", "share KV blocks of equal prompt beginnings (default: on)", kind="switch"),
+    _batch("max-num-seqs", "requests that run at once (default: 256; 64 on a CPU)", kind="size"),
+    _batch("max-num-batched-tokens", "token budget of a step (default: 2048)", kind="size"),
+    _batch("max-num-queued-reqs", "waiting requests beyond which new ones get 503", kind="size"),
+    _batch("max-num-queued-tokens", "waiting prompt tokens beyond which new requests get 503", kind="size"),
+    _batch("long-prefill-token-threshold", "most prompt tokens of one request in a step; 0: no limit (default)", kind="size"),
+    _batch("enable-chunked-prefill", "split long prompts over steps (default: on)", kind="switch"),
+    _batch("scheduling-policy", "order of waiting requests", choices=lambda: SCHEDULING_POLICIES),
+    _batch("max-logprobs", "most logprobs per token that a request may ask; -1: all (default: 20)", kind="integer"),
+    _batch("logprobs-mode", "what logprobs report", choices=lambda: LOGPROBS_MODES),
+)
+
+SERVER_FLAGS: tuple[Flag, ...] = (
+    _http("host", "address to listen on (default: 127.0.0.1)"),
+    _http("port", "port to listen on (default: 8000)", kind="integer", check=_check_port),
+    _http("served-model-name", "names that requests may use; the first is reported", kind="texts", field="served_model_names"),
+    _http(
+        "api-key", f"keys, any of which opens the API (default: {' or '.join(API_KEY_VARIABLES)})", kind="texts", field="api_keys"
+    ),
+    _http("root-path", "path under which a proxy serves this"),
+    _http("allowed-origins", "origins that browsers may call from (default: none)", kind="json_list"),
+    _http("allowed-methods", "methods for those origins (default: all)", kind="json_list"),
+    _http("allowed-headers", "headers for those origins (default: all)", kind="json_list"),
+    _http("allow-credentials", "let browsers send credentials", kind="switch"),
+    _http("allowed-hosts", "values of the Host header that are answered (default: all)", kind="json_list"),
+    _http("enable-request-id-headers", "answer with X-Request-Id", kind="switch"),
+    _http("disable-fastapi-docs", "serve no /docs, /redoc and /openapi.json", kind="switch"),
+    _http("max-body-bytes", "largest request body (default: 32M)", kind="size", check=_check_body_limit),
+    _http("ssl-keyfile", "private key: serve HTTPS"),
+    _http("ssl-certfile", "certificate: serve HTTPS"),
+    _http(
+        "shutdown-timeout",
+        "seconds to finish requests after SIGTERM (default: 0)",
+        kind="number",
+        field="shutdown_timeout_s",
+        check=_check_seconds,
+    ),
+    _http(
+        "sse-keep-alive-interval",
+        "seconds between comments in a silent stream; 0: none (default)",
+        kind="number",
+        field="sse_keep_alive_interval_s",
+        check=_check_seconds,
+    ),
+    _http("uvicorn-log-level", "least level of the HTTP server's log lines (default: info)", choices=lambda: UVICORN_LEVELS),
+    _http("disable-uvicorn-access-log", "no line per HTTP request", kind="switch"),
+    _http("enable-log-requests", "a line per generation request", kind="switch"),
+    _http("disable-log-stats", "no periodic line of throughput", kind="switch"),
+    _prompt("chat-template", "file or text of a Jinja chat template (default: the model's)"),
+    _prompt("default-chat-template-kwargs", "variables of the chat template", kind="json"),
+    _prompt("trust-request-chat-template", "let requests bring their own template", kind="switch"),
+    _prompt("response-role", "role of the answers (default: assistant)"),
+    _prompt("generation-config", "where sampling defaults come from: auto (the model), vllm (neutral) or a folder"),
+    _prompt("override-generation-config", "changes to the sampling defaults", kind="json"),
+    _prompt("enable-prompt-tokens-details", "report cached tokens in usage", kind="switch"),
+    _prompt("enable-force-include-usage", "end every stream with usage", kind="switch"),
+)
+
+_ONE_DEVICE = "this version runs on one device"
+_NO_LORA = "adapters cannot be loaded; merge them into the weights"
+_NO_TOOLS = "tools and reasoning are not parsed; read the plain text"
+_TEXT_ONLY = "models here read and write text only"
+_NO_SPECULATION = "there is no speculative decoding; leave it out"
+_NO_GRAPHS = "there is nothing compiled or captured here; leave it out"
+_NO_QUANTIZATION = "GGUF files are read with their own quantisation; leave it out"
+_NO_TRANSFER = "KV stays in this process"
+
+# vLLM's flags that this build does not have: what to do instead, or "" when there is nothing.
+REFUSED_FLAGS: Mapping[str, str] = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), _ONE_DEVICE),
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--decode-context-parallel-size", "-dcp", "-pcp"), _ONE_DEVICE),
+    **dict.fromkeys(("--prefill-context-parallel-size", "--enable-expert-parallel", "-ep", "--enable-eplb"), _ONE_DEVICE),
+    **dict.fromkeys(("--all2all-backend", "--distributed-executor-backend", "--disable-custom-all-reduce"), _ONE_DEVICE),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"), _ONE_DEVICE),
+    **dict.fromkeys(("-dpr", "-dpl", "-dpa", "-dpp", "-dpb", "-dph", "-dpe"), _ONE_DEVICE),
+    **dict.fromkeys(("--data-parallel-rank", "--data-parallel-size-local", "--data-parallel-address"), _ONE_DEVICE),
+    **dict.fromkeys(("--data-parallel-rpc-port", "--data-parallel-backend", "--data-parallel-hybrid-lb"), _ONE_DEVICE),
+    **dict.fromkeys(("--data-parallel-external-lb",), _ONE_DEVICE),
+    **dict.fromkeys(("--api-server-count", "-asc"), "one process serves HTTP; run more servers behind a proxy"),
+    **dict.fromkeys(("--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"), _NO_LORA),
+    **dict.fromkeys(("--lora-modules",), _NO_LORA),
+    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser", "--tool-parser-plugin", "--tool-server"), _NO_TOOLS),
+    **dict.fromkeys(("--tool-strict-level", "--reasoning-parser", "--reasoning-config"), _NO_TOOLS),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--mm-processor-cache-gb"), _TEXT_ONLY),
+    **dict.fromkeys(("--media-io-kwargs", "--language-model-only", "--allowed-local-media-path"), _TEXT_ONLY),
+    **dict.fromkeys(("--allowed-media-domains", "--trust-request-mm-kwargs", "--enable-mm-embeds"), _TEXT_ONLY),
+    **dict.fromkeys(("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"), _NO_SPECULATION),
+    **dict.fromkeys(("--enforce-eager", "-O", "--optimization-level", "-cc", "--compilation-config"), _NO_GRAPHS),
+    **dict.fromkeys(("--performance-mode", "--moe-backend", "--linear-backend"), _NO_GRAPHS),
+    **dict.fromkeys(("-q", "--quantization", "--quantization-config"), _NO_QUANTIZATION),
+    **dict.fromkeys(("--kv-transfer-config", "--kv-events-config", "--ec-transfer-config"), _NO_TRANSFER),
+    **dict.fromkeys(("--kv-offloading-size", "--kv-offloading-backend", "--cpu-offload-gb"), _NO_TRANSFER),
+    "--kv-cache-dtype-skip-layers": "all layers share one KV format; use --kv-cache-dtype",
+    "--calculate-kv-scales": "the KV formats here need no scales; leave it out",
+    "--prefix-caching-hash-algo": "blocks are keyed with sha256; leave it out",
+    "--attention-config": "use --attention-backend",
+    "-ac": "use --attention-backend",
+    "--trust-remote-code": "code from model repositories is never run",
+    "--code-revision": "code from model repositories is never run",
+    "--tokenizer-mode": "the tokenizer's own file decides; leave it out",
+    "--tokenizer-revision": "use --revision, or a folder with --tokenizer",
+    "--hf-config-path": "use --hf-overrides",
+    "--runner": "models here generate text; leave it out",
+    "--convert": "models here generate text; leave it out",
+    "--skip-tokenizer-init": "",
+    "--enable-prompt-embeds": "",
+    "--enable-sleep-mode": "",
+    "--async-scheduling": "leave it out",
+    "--stream-interval": "every token is streamed; leave it out",
+    "--structured-outputs-config": "",
+    "--chat-template-content-format": "the template decides; leave it out",
+    "--uds": "use --host and --port",
+    "--middleware": "put a proxy in front",
+    "--ssl-ca-certs": "put a proxy in front to check client certificates",
+    "--ssl-cert-reqs": "put a proxy in front to check client certificates",
+    "--ssl-ciphers": "put a proxy in front to choose ciphers",
+    "--enable-ssl-refresh": "restart to read new certificates",
+    "--enable-offline-docs": "/docs loads its scripts from the network",
+    "--disable-access-log-for-endpoints": "use --disable-uvicorn-access-log",
+    "--disable-log-requests": "requests are not logged unless --enable-log-requests",
+    **dict.fromkeys(("--enable-log-outputs", "--enable-log-deltas", "--max-log-len"), "texts of clients are not logged"),
+    **dict.fromkeys(("--enable-per-request-metrics", "--enable-server-load-tracking"), "read /metrics"),
+    **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces", "--kv-cache-metrics"), "read /metrics"),
+    **dict.fromkeys(("--show-hidden-metrics-for-version", "--enable-mfu-metrics"), "read /metrics"),
+    "--custom-histogram-buckets": "",
+    **dict.fromkeys(("--enable-scale-out", "--tokens-only", "--grpc", "--omni"), ""),
+    **dict.fromkeys(("--fingerprint-mode", "--fingerprint-value"), ""),
+    **dict.fromkeys(("--h11-max-incomplete-event-size", "--h11-max-header-count"), "use --max-body-bytes"),
+    **dict.fromkeys(("--weight-cache-socket-dir", "--weight-cache-master-port"), ""),
+    "--swap-space": "preempted requests are computed again; leave it out",
+}
+
+
+def engine_options(parsed: Parsed) -> EngineOptions:
+    return EngineOptions(**_plain(parsed.engine))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: DTYPE_ALIASES.get(value, value) if name in ("dtype", "kv_cache_dtype") else value for name, value in values.items()
+    }
+
+
+def server_config(parsed: Parsed, environ: Mapping[str, str] = os.environ) -> ServerConfig:
+    """The HTTP front end's configuration; API keys from the environment only when the flag is absent."""
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.server.items()}
+    server = ServerConfig(**given)
+    if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
+        raise UsageError("--ssl-keyfile and --ssl-certfile go together: give both or neither", param="ssl_keyfile")
+    keys: Sequence[str] = server.api_keys
+    if "api_keys" not in given:
+        keys = [environ[name] for name in API_KEY_VARIABLES if environ.get(name)][:1]
+    return replace(server, api_keys=tuple(key for key in keys if key))

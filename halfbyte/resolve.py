@@ -1,0 +1,313 @@
+"""`resolve()`: from what was asked (`EngineOptions`) to what runs (`EngineConfig`), with the origin of every value.
+
+Pure: reads no file, no environment and no clock; the same three arguments give the same answer. Wrong values raise UserError
+naming the flag and what is possible; combinations that this build does not have are collected into one UnsupportedError.
+Called by `halfbyte.engine.build` before weights are read. Registries of higher floors come in as names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from halfbyte.config import DEFAULT_MODEL, CacheConfig, DType, EngineConfig, EngineOptions, ModelConfig, SchedulerConfig
+from halfbyte.errors import Refusal, UnsupportedError, UserError
+from halfbyte.platform import Platform
+
+AUTO_FIT = -1
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPE_ALIASES: Mapping[str, str] = {"half": "float16", "float": "float32"}
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+# Names that vLLM knows and this build does not: they are refused as such, not as typing mistakes.
+UNSUPPORTED_KV_CACHE_DTYPES = frozenset(
+    {"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "nvfp4_4over6", "ultraquant_4bit"}
+    | {f"{kind}_per_token_head" for kind in ("int4", "int8", "fp8")}
+)
+UNSUPPORTED_LOAD_FORMATS = frozenset(
+    {"pt", "npcache", "tensorizer", "runai_streamer", "runai_streamer_sharded", "sharded_state", "mistral", "instanttensor"}
+    | {"ipc_cache", "modelexpress"}
+)
+
+MIN_CUDA_CAPABILITY = (8, 0)
+DEFAULT_BLOCK_SIZE = 16
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_SEQS_CPU = 64
+DEFAULT_MAX_LOGPROBS = 20
+DEFAULT_MEMORY_UTILIZATION = 0.92
+# Host memory is shared with everything else that runs there, a GPU's is not.
+DEFAULT_MEMORY_UTILIZATION_CPU = 0.5
+
+_MAX_COUNT = 2**31 - 1
+_MAX_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the model's configuration says, before any weight is read.
+
+    dtype: the checkpoint's: float32, float16 or bfloat16. max_position: its longest context, in tokens.
+    """
+
+    architecture: str
+    dtype: str
+    max_position: int
+    vocab_size: int
+    num_layers: int = 0
+
+
+def resolve(
+    options: EngineOptions,
+    facts: ModelFacts,
+    platform: Platform,
+    *,
+    kv_formats: Sequence[str] = ("bfloat16", "float16", "float32"),
+    attention_backends: Sequence[str] = ("reference",),
+) -> EngineConfig:
+    """The configuration that runs, frozen, with `origins` for each of its fields.
+
+    kv_formats, attention_backends: the names that this build has, best first ("auto" takes the first back end).
+    Raises UserError (a wrong value) or UnsupportedError (every refusal at once).
+    """
+    _check_types(options)
+    refusals = list(_refusals(options, platform, kv_formats, attention_backends))
+    if refusals:
+        raise UnsupportedError(*refusals)
+    pick = _Picker()
+    model = _resolve_model(options, facts, platform, pick)
+    cache = _resolve_cache(options, model.dtype, platform, pick)
+    scheduler = _resolve_scheduler(options, model.max_model_len, platform, pick)
+    backend = None if options.attention_backend == "auto" else options.attention_backend
+    backend = pick("attention_backend", backend, attention_backends[0])
+    return EngineConfig(model=model, cache=cache, scheduler=scheduler, attention_backend=backend, origins=pick.origins)
+
+
+def config_lines(config: EngineConfig) -> list[str]:
+    """The configuration as text: one line per part, each value with its origin unless that is a default."""
+    lines = []
+    for title in ("model", "cache", "scheduler"):
+        part = getattr(config, title)
+        words = [_with_origin(f.name, getattr(part, f.name), config.origins) for f in fields(part)]
+        lines.append(f"{title}: {' '.join(words)}")
+    lines.append(_with_origin("attention_backend", config.attention_backend, config.origins))
+    return lines
+
+
+def kv_cache_dtype_refusal(name: str, kv_formats: Sequence[str]) -> Refusal | None:
+    """Why `--kv-cache-dtype name` cannot be used here; UserError when there is no such format anywhere."""
+    possible = ("auto", *kv_formats)
+    if name in possible:
+        return None
+    if name in UNSUPPORTED_KV_CACHE_DTYPES or name.startswith("turboquant_"):
+        return Refusal(f"--kv-cache-dtype {name} is not supported yet", f"possible here: {', '.join(possible)}")
+    raise UserError(f"--kv-cache-dtype must be one of {', '.join(possible)}, got {name!r}", param="kv_cache_dtype")
+
+
+def load_format_refusal(name: str) -> Refusal | None:
+    """The same for `--load-format`."""
+    if name in LOAD_FORMATS:
+        return None
+    if name in UNSUPPORTED_LOAD_FORMATS:
+        return Refusal(f"--load-format {name} is not supported yet", f"possible here: {', '.join(LOAD_FORMATS)}")
+    raise UserError(f"--load-format must be one of {', '.join(LOAD_FORMATS)}, got {name!r}", param="load_format")
+
+
+class _Picker:
+    """Takes the first value that is there, and notes where it came from."""
+
+    def __init__(self) -> None:
+        self.origins: dict[str, str] = {}
+
+    def __call__(self, field: str, given: Any, otherwise: Any, origin: str = "default") -> Any:
+        self.origins[field] = origin if given is None else "flag"
+        return otherwise if given is None else given
+
+
+def _refusals(
+    options: EngineOptions, platform: Platform, kv_formats: Sequence[str], attention_backends: Sequence[str]
+) -> list[Refusal]:
+    """Everything in the options that this build or machine does not have."""
+    found = [kv_cache_dtype_refusal(_plain(options.kv_cache_dtype), kv_formats), load_format_refusal(options.load_format)]
+    _one_of("attention_backend", options.attention_backend, ("auto", *attention_backends))
+    if platform.capability is not None and platform.capability < MIN_CUDA_CAPABILITY:
+        wanted, got = (f"{major}.{minor}" for major, minor in (MIN_CUDA_CAPABILITY, platform.capability))
+        found.append(Refusal(f"{platform.name} has compute capability {got}, {wanted} is the least", "use --device cpu"))
+    return [refusal for refusal in found if refusal is not None]
+
+
+def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform, pick: _Picker) -> ModelConfig:
+    dtype, dtype_origin = _auto_dtype(facts, platform)
+    asked = _plain(options.dtype)
+    _one_of("dtype", asked, DTYPES)
+    return ModelConfig(
+        model=pick("model", None if options.model == DEFAULT_MODEL else options.model, DEFAULT_MODEL),
+        tokenizer=pick("tokenizer", options.tokenizer, options.model, "checkpoint"),
+        revision=pick("revision", options.revision, None),
+        load_format=pick("load_format", None if options.load_format == "auto" else options.load_format, "auto"),
+        hf_overrides=pick("hf_overrides", options.hf_overrides, {}),
+        dtype=cast(DType, pick("dtype", None if asked == "auto" else asked, dtype, dtype_origin)),
+        device=pick("device", None if options.device == "auto" else platform.device, platform.device, "platform"),
+        max_model_len=_max_model_len(options, facts, pick),
+        seed=pick("seed", _count(options, "seed", -(2**63), 2**63 - 1), None),
+        num_threads=pick("num_threads", _count(options, "num_threads", 1, 1024), platform.num_threads, "platform"),
+    )
+
+
+def _auto_dtype(facts: ModelFacts, platform: Platform) -> tuple[str, str]:
+    """The checkpoint's own type where the machine computes in it, and where that came from.
+
+    A CPU without bf16 instructions emulates 16-bit types more slowly than it computes in float32, which holds them exactly.
+    """
+    if platform.device == "cpu":
+        if not platform.native_bf16 and facts.dtype != "float32":
+            return "float32", "platform"
+        return facts.dtype, "checkpoint"
+    return ("bfloat16", "platform") if facts.dtype == "float32" else (facts.dtype, "checkpoint")
+
+
+def _max_model_len(options: EngineOptions, facts: ModelFacts, pick: _Picker) -> int:
+    given = _count(options, "max_model_len", AUTO_FIT, _MAX_COUNT)
+    if given == 0:
+        raise UserError(
+            "--max-model-len must be at least 1, or auto (-1) for the longest that fits memory", param="max_model_len"
+        )
+    if given is not None and given > facts.max_position:
+        raise UserError(
+            f"--max-model-len {given} is more than the {facts.max_position} positions of this {facts.architecture} checkpoint; "
+            f"use at most {facts.max_position}, or extend its rotary embedding with --hf-overrides",
+            param="max_model_len",
+        )
+    return int(pick("max_model_len", given, facts.max_position, "checkpoint"))
+
+
+def _resolve_cache(options: EngineOptions, dtype: DType, platform: Platform, pick: _Picker) -> CacheConfig:
+    utilization = options.gpu_memory_utilization
+    if utilization is not None and not 0.0 < utilization <= 1.0:
+        raise UserError(f"--gpu-memory-utilization must be in (0, 1], got {utilization}", param="gpu_memory_utilization")
+    on_cpu = platform.device == "cpu"
+    default_utilization = DEFAULT_MEMORY_UTILIZATION_CPU if on_cpu else DEFAULT_MEMORY_UTILIZATION
+    block_size = _count(options, "block_size", 1, BLOCK_SIZES[-1])
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise UserError(f"--block-size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}", param="block_size")
+    kv = _plain(options.kv_cache_dtype)
+    # block 0 is never handed out, so that a pool needs two
+    num_blocks = _count(options, "num_gpu_blocks_override", 2, _MAX_COUNT)
+    return CacheConfig(
+        block_size=pick("block_size", block_size, DEFAULT_BLOCK_SIZE),
+        kv_cache_dtype=pick("kv_cache_dtype", None if kv == "auto" else kv, dtype, pick.origins["dtype"]),
+        kv_cache_memory_bytes=pick("kv_cache_memory_bytes", _count(options, "kv_cache_memory_bytes", 1, _MAX_BYTES), None),
+        memory_utilization=pick("memory_utilization", utilization, default_utilization, "platform" if on_cpu else "default"),
+        num_blocks_override=pick("num_blocks_override", num_blocks, None),
+        enable_prefix_caching=pick("enable_prefix_caching", options.enable_prefix_caching, True),
+    )
+
+
+def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Platform, pick: _Picker) -> SchedulerConfig:
+    chunked = pick("enable_chunked_prefill", options.enable_chunked_prefill, True)
+    budget = _token_budget(options, max_model_len, chunked, pick)
+    return SchedulerConfig(
+        max_num_seqs=_max_num_seqs(options, budget, platform, pick),
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=pick("max_num_queued_reqs", _count(options, "max_num_queued_reqs", 1, _MAX_COUNT), None),
+        max_num_queued_tokens=pick("max_num_queued_tokens", _count(options, "max_num_queued_tokens", 1, _MAX_COUNT), None),
+        long_prefill_token_threshold=pick(
+            "long_prefill_token_threshold", _count(options, "long_prefill_token_threshold", 0, _MAX_COUNT), 0
+        ),
+        enable_chunked_prefill=chunked,
+        policy=pick("policy", _given_choice(options, "scheduling_policy", SCHEDULING_POLICIES), SCHEDULING_POLICIES[0]),
+        max_logprobs=pick("max_logprobs", _count(options, "max_logprobs", -1, _MAX_COUNT), DEFAULT_MAX_LOGPROBS),
+        logprobs_mode=pick("logprobs_mode", _given_choice(options, "logprobs_mode", LOGPROBS_MODES), LOGPROBS_MODES[0]),
+    )
+
+
+def _token_budget(options: EngineOptions, max_model_len: int, chunked: bool, pick: _Picker) -> int:
+    """max_num_batched_tokens. Without chunked prefill the longest prompt must fit into one step."""
+    given = _count(options, "max_num_batched_tokens", 1, _MAX_COUNT)
+    if not chunked and max_model_len == AUTO_FIT:
+        raise UserError("--no-enable-chunked-prefill needs a fixed --max-model-len, got auto", param="enable_chunked_prefill")
+    if not chunked and given is not None and given < max_model_len:
+        raise UserError(
+            f"--max-num-batched-tokens {given} is less than the max_model_len {max_model_len}, so that a long prompt would never "
+            "fit into a step; raise it, lower --max-model-len or leave chunked prefill on",
+            param="max_num_batched_tokens",
+        )
+    default = DEFAULT_MAX_NUM_BATCHED_TOKENS if chunked else max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
+    return int(pick("max_num_batched_tokens", given, default))
+
+
+def _max_num_seqs(options: EngineOptions, budget: int, platform: Platform, pick: _Picker) -> int:
+    """Requests that run at once; a decode takes one token of the budget each, so there are never more than that."""
+    given = _count(options, "max_num_seqs", 1, _MAX_COUNT)
+    if given is not None and given > budget:
+        raise UserError(
+            f"--max-num-seqs {given} is more than --max-num-batched-tokens {budget}: a step could not serve them all; "
+            f"use at most {budget} or raise --max-num-batched-tokens",
+            param="max_num_seqs",
+        )
+    on_cpu = platform.device == "cpu"
+    default = min(budget, DEFAULT_MAX_NUM_SEQS_CPU if on_cpu else DEFAULT_MAX_NUM_SEQS)
+    return int(pick("max_num_seqs", given, default, "platform" if on_cpu else "default"))
+
+
+def _check_types(options: EngineOptions) -> None:
+    """Options also arrive from Python, unparsed."""
+    for name in (
+        "model",
+        "load_format",
+        "dtype",
+        "device",
+        "kv_cache_dtype",
+        "scheduling_policy",
+        "logprobs_mode",
+        "attention_backend",
+    ):
+        if not isinstance(getattr(options, name), str):
+            raise UserError(f"{flag_of(name)} must be a text, got {getattr(options, name)!r}", param=name)
+    for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        if not isinstance(getattr(options, name), bool | None):
+            raise UserError(f"{flag_of(name)} must be true or false, got {getattr(options, name)!r}", param=name)
+    utilization = options.gpu_memory_utilization
+    if utilization is not None and (isinstance(utilization, bool) or not isinstance(utilization, int | float)):
+        raise UserError(
+            f"--gpu-memory-utilization must be a number in (0, 1], got {utilization!r}", param="gpu_memory_utilization"
+        )
+    if options.hf_overrides is not None and not isinstance(options.hf_overrides, Mapping):
+        raise UserError(f"--hf-overrides must be a JSON object, got {options.hf_overrides!r}", param="hf_overrides")
+
+
+def _count(options: EngineOptions, name: str, low: int, high: int) -> int | None:
+    value: int | None = getattr(options, name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+        raise UserError(f"{flag_of(name)} must be an integer in [{low}, {high}], got {value!r}", param=name)
+    return value
+
+
+def _given_choice(options: EngineOptions, name: str, choices: Sequence[str]) -> str | None:
+    """The option if it differs from its default, which is the first choice."""
+    value = getattr(options, name)
+    _one_of(name, value, choices)
+    return None if value == choices[0] else cast(str, value)
+
+
+def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UserError(f"{flag_of(name)} must be one of {', '.join(choices)}, got {value!r}", param=name)
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def _plain(dtype: str) -> str:
+    return DTYPE_ALIASES.get(dtype, dtype)
+
+
+def _with_origin(name: str, value: Any, origins: Mapping[str, str]) -> str:
+    origin = origins.get(name, "default")
+    return f"{name}={value}" if origin == "default" else f"{name}={value} ({origin})"
