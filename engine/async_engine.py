@@ -1,0 +1,182 @@
+"""The API process's half of the engine: requests in, text deltas out, on one asyncio loop.
+
+Owns the client's receiving thread, the output processor, admission and the request metrics. Knows no HTTP. Every check is
+made before a stream exists, so that a wrong request is an error and never half an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from halfbyte.engine.client import EngineClient
+from halfbyte.engine.generation import Generation
+from halfbyte.engine.metrics import EngineMetrics
+from halfbyte.engine.output_processor import OutputProcessor
+from halfbyte.engine.requests import RequestMaker
+from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.errors import EngineDeadError, OverloadedError
+from halfbyte.types import EngineInfo, SamplingParams, StepOutput
+
+LONG_TEXT_CHARS = 20_000
+_RECEIVE_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """One engine as the front end sees it. Make it inside a running loop; `close` when done.
+
+    dead: why the engine is gone, None while it lives; `died` is set with it. default_sampling: SamplingParams fields that the
+    model's generation_config sets.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        default_sampling: dict[str, Any] | None = None,
+        served_name: str = "",
+        seed: int | None = None,
+    ) -> None:
+        self.info: EngineInfo = client.info
+        self._maker = RequestMaker(client.info, tokenizer, seed)
+        self.limits = self._maker.limits
+        self.tokenizer = tokenizer
+        self.default_sampling = default_sampling or {}
+        self.metrics = EngineMetrics(client.info, served_name or client.info.model)
+        self.dead: str | None = None
+        self.died = asyncio.Event()
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._processor = OutputProcessor(tokenizer)
+        self._generation_of: dict[str, Generation] = {}
+        self._generations: dict[Generation, None] = {}
+        self._short_texts = ThreadPoolExecutor(1, thread_name_prefix="encode-short")
+        self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
+        self._closing = False
+        self._receiver = threading.Thread(target=self._receive, name="engine-outputs", daemon=True)
+        self._receiver.start()
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, off the event loop; long texts have a thread of their own, so that short ones pass them.
+
+        UserError when the text is longer than any that could fit into the context.
+        """
+        self.limits.check_text(text, self.tokenizer.max_chars_per_token)
+        pool = self._long_texts if len(text) > LONG_TEXT_CHARS else self._short_texts
+        return await self._loop.run_in_executor(pool, self.tokenizer.encode, text, add_special_tokens)
+
+    def generate(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Generation:
+        """Start a generation of `params.n` sequences. Raises UserError, OverloadedError or EngineDeadError at once, or never."""
+        self._require_alive()
+        requests = self._maker.make(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        self._admit(params.n, len(prompt_token_ids))
+        generation = Generation([r.request_id for r in requests], len(prompt_token_ids), self._abandon)
+        for index, request in enumerate(requests):
+            self._processor.add(request.request_id, index, prompt_token_ids, params)
+            self._generation_of[request.request_id] = generation
+        self._generations[generation] = None
+        self._client.add(requests)
+        return generation
+
+    async def close(self) -> None:
+        """Stop the engine. Open generations end with EngineDeadError."""
+        self._closing = True
+        await asyncio.to_thread(self._receiver.join)
+        self._die("the server is shutting down")
+        await asyncio.to_thread(self._client.close)
+        self._short_texts.shutdown(wait=False)
+        self._long_texts.shutdown(wait=False)
+
+    @property
+    def num_open_sequences(self) -> int:
+        return len(self._generation_of)
+
+    def abort_all(self, reason: str) -> None:
+        """End every open generation with EngineDeadError(reason): what a server does that may not wait longer."""
+        self._client.abort(list(self._generation_of))
+        for generation in list(self._generations):
+            self._forget(generation)
+            generation.fail(EngineDeadError(reason))
+
+    def _require_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+
+    def _admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Bound the queue: sequences (n counts as n) and prompt tokens that are open beyond what can run."""
+        limit = self.info.max_num_queued_reqs
+        would_wait = len(self._generation_of) + num_sequences - self.info.max_num_seqs
+        if limit is not None and would_wait > limit:
+            self.metrics.admission_rejected("max_num_queued_reqs")
+            raise OverloadedError(f"the queue is full: {would_wait} requests would wait, limit {limit} (--max-num-queued-reqs)")
+        token_limit = self.info.max_num_queued_tokens
+        waiting_tokens = sum(g.num_prompt_tokens for g in self._generations if not g.started)
+        if token_limit is not None and waiting_tokens + num_prompt_tokens > token_limit:
+            self.metrics.admission_rejected("max_num_queued_tokens")
+            raise OverloadedError(
+                f"the queue is full: {waiting_tokens} prompt tokens wait, limit {token_limit} (--max-num-queued-tokens)"
+            )
+
+    def _receive(self) -> None:
+        """Thread: hand each step's output to the loop until the engine dies or closes."""
+        try:
+            while not self._closing:
+                if (output := self._client.receive(_RECEIVE_S)) is not None:
+                    self._loop.call_soon_threadsafe(self._dispatch, output)
+        except Exception as error:
+            if not isinstance(error, EngineDeadError):
+                log.exception("the engine failed")
+            if not self._closing:
+                reason = str(error) if isinstance(error, EngineDeadError) else "the engine failed"
+                self._loop.call_soon_threadsafe(self._die, reason)
+
+    def _dispatch(self, step: StepOutput) -> None:
+        self.metrics.record_step(step)
+        stopped: list[str] = []
+        for output in step.outputs:
+            generation = self._generation_of.get(output.request_id)
+            if generation is None:
+                continue
+            delta, needs_abort = self._processor.process(output)
+            if needs_abort:
+                stopped.append(output.request_id)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                del self._generation_of[output.request_id]
+                self._processor.remove(output.request_id)
+            generation.deliver(delta)
+            if generation.finished:
+                self._generations.pop(generation, None)
+        if stopped:
+            self._client.abort(stopped)
+
+    def _die(self, reason: str) -> None:
+        if self.dead is None:
+            self.dead = reason
+            if not self._closing:
+                log.error("engine dead: %s; %d open sequences end with an error", reason, len(self._generation_of))
+        for generation in list(self._generations):
+            self._forget(generation)
+            generation.fail(EngineDeadError(self.dead))
+        self.died.set()
+
+    def _forget(self, generation: Generation) -> list[str]:
+        """Drop a generation's sequences; the ids of those that were still open."""
+        self._generations.pop(generation, None)
+        open_ids = [i for i in generation.request_ids if self._generation_of.pop(i, None) is not None]
+        for request_id in open_ids:
+            self._processor.remove(request_id)
+        return open_ids
+
+    def _abandon(self, generation: Generation) -> None:
+        if open_ids := self._forget(generation):
+            self._client.abort(open_ids)

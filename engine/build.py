@@ -1,0 +1,143 @@
+"""From options to a running engine core: find the model, resolve the configuration, load, size the cache, warm up.
+
+Called in the engine process, and in the user's process for `LLM`. torch is imported on the way, never at module level.
+Everything that can be refused is refused before weights are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from halfbyte.config import EngineConfig, EngineOptions
+from halfbyte.engine.core import EngineCore
+from halfbyte.engine.front import find_model
+from halfbyte.engine.scheduler import Scheduler
+from halfbyte.errors import CapacityError
+from halfbyte.kernels.attention import BACKENDS
+from halfbyte.kvcache.formats import FORMATS
+from halfbyte.kvcache.manager import KVCacheManager
+from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
+from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_files
+from halfbyte.platform import Platform, available_memory_bytes, detect_platform
+from halfbyte.resolve import AUTO_FIT, ModelFacts, config_lines, resolve
+from halfbyte.types import EngineInfo
+
+if TYPE_CHECKING:
+    from halfbyte.model_runner.runner import ModelRunner
+
+PhaseReport = Callable[[str, float], None]
+
+
+def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seconds: None) -> tuple[EngineCore, EngineInfo]:
+    """Start an engine. `report` hears of each part of the start-up, with its seconds; together they are the whole time.
+
+    Raises a HalfbyteError with a one-line message when the model, the options and the machine do not go together.
+    """
+    phases = _Phases(report)
+    files = find_model(options.model, options)
+    decoder = config_from_files(files, options.hf_overrides or {})
+    platform = detect_platform(options.device)
+    config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=tuple(BACKENDS))
+    phases.end("resolve configuration")
+    from halfbyte.model_runner.runner import load_runner
+
+    phases.end("import torch")
+    runner = load_runner(config, files, decoder)
+    phases.end("load weights")
+    capacity = _size(config, decoder, platform, runner)
+    config = replace(config, model=replace(config.model, max_model_len=capacity.max_model_len))
+    runner.allocate_cache(capacity.num_blocks)
+    phases.end("allocate KV cache")
+    runner.warm_up()
+    phases.end("warm up")
+    manager = KVCacheManager(
+        capacity.layout,
+        capacity.num_blocks,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len)
+    return EngineCore(scheduler, runner), _info(config, decoder, capacity, runner, phases.done)
+
+
+class _Phases:
+    """Names and times the parts of the start-up; together they make up its whole time."""
+
+    def __init__(self, report: PhaseReport) -> None:
+        self._report = report
+        self._since_s = time.monotonic()
+        self.done: list[tuple[str, float]] = []
+
+    def end(self, name: str) -> None:
+        now_s = time.monotonic()
+        self.done.append((name, now_s - self._since_s))
+        self._report(name, now_s - self._since_s)
+        self._since_s = now_s
+
+
+def _facts(decoder: DecoderConfig) -> ModelFacts:
+    return ModelFacts(
+        architecture=decoder.architecture,
+        dtype=decoder.checkpoint_dtype,
+        max_position=decoder.max_position,
+        vocab_size=decoder.vocab_size,
+        num_layers=decoder.num_layers,
+    )
+
+
+def _size(config: EngineConfig, decoder: DecoderConfig, platform: Platform, runner: ModelRunner) -> KVCapacity:
+    """The cache's exact size: what the user fixed, else a share of the memory that is free now that the weights are loaded.
+
+    Never more than `max_num_seqs` requests of full length could use.
+    """
+    batched_tokens = config.scheduler.max_num_batched_tokens
+    free_bytes = available_memory_bytes(platform)
+    wanted_bytes = config.cache.kv_cache_memory_bytes
+    if wanted_bytes is not None and wanted_bytes > free_bytes:
+        raise CapacityError(
+            f"--kv-cache-memory-bytes {wanted_bytes} is more than the {free_bytes} bytes that are free on {platform.name} "
+            f"(limit {platform.memory_limit_bytes} bytes); lower it"
+        )
+    if wanted_bytes is None:
+        length = decoder.max_position if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
+        most_blocks = config.scheduler.max_num_seqs * blocks_for_request(runner.layout, length, batched_tokens) + 1
+        most_blocks = max(most_blocks, config.cache.num_blocks_override or 0)
+        wanted_bytes = min(int(free_bytes * config.cache.memory_utilization), most_blocks * runner.layout.block_bytes)
+    return size_cache(
+        runner.layout,
+        wanted_bytes,
+        config.model.max_model_len,
+        decoder.max_position,
+        batched_tokens,
+        config.cache.num_blocks_override,
+    )
+
+
+def _info(
+    config: EngineConfig, decoder: DecoderConfig, capacity: KVCapacity, runner: ModelRunner, phases: list[tuple[str, float]]
+) -> EngineInfo:
+    return EngineInfo(
+        model=config.model.model,
+        architecture=decoder.architecture,
+        dtype=config.model.dtype,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        vocab_size=decoder.vocab_size,
+        max_model_len=capacity.max_model_len,
+        eos_token_ids=list(decoder.eos_token_ids),
+        max_logprobs=config.scheduler.max_logprobs,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
+        max_num_queued_tokens=config.scheduler.max_num_queued_tokens,
+        block_size=capacity.layout.block_size,
+        num_blocks=capacity.num_blocks,
+        kv_cache_bytes=capacity.num_bytes,
+        kv_cache_tokens=capacity.num_tokens,
+        max_concurrency=capacity.max_concurrency,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        phases=phases,
+        report=[*config_lines(config), *runner.report, *capacity.lines()],
+    )

@@ -1,0 +1,60 @@
+"""From one generation with n sequences to n checked engine requests.
+
+The one place where a prompt and its parameters meet the model's limits, and where ids and seeds of sequences are made.
+Called by every front end; nothing passes to the engine in another way.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+
+from halfbyte.engine.limits import Limits
+from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.errors import UserError
+from halfbyte.types import EngineInfo, EngineRequest, SamplingParams
+
+_SEED_MASK = 2**63 - 1
+
+
+class RequestMaker:
+    """Makes engine requests for one engine. `seed`: the engine-wide seed; None draws the seeds of requests from the system."""
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer, seed: int | None = None) -> None:
+        self.limits = Limits.from_info(info)
+        self._info = info
+        self._tokenizer = tokenizer
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def make(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> list[EngineRequest]:
+        """One request per sequence; UserError if the model cannot serve them.
+
+        Sequence i has the seed `params.seed + i`, so that n = 4 with a seed equals four requests with seeds of their own.
+        """
+        self.limits.check_prompt(prompt_token_ids)
+        self.limits.check_sampling(params)
+        if cache_salt is not None:
+            self.limits.check_cache_salt(cache_salt)
+        max_tokens = self.limits.effective_max_tokens(params.max_tokens, len(prompt_token_ids))
+        if params.min_tokens > max_tokens:
+            raise UserError(f"min_tokens={params.min_tokens} is larger than the {max_tokens} tokens that fit", param="min_tokens")
+        bad_words = self.limits.bad_words_token_ids(params, self._tokenizer)
+        generation_id, arrival_s = uuid.uuid4().hex, time.monotonic()
+        first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        return [
+            EngineRequest(
+                request_id=f"{generation_id}-{index}",
+                prompt_token_ids=prompt_token_ids,
+                sampling=params.clone(n=1, seed=(first_seed + index) & _SEED_MASK),
+                eos_token_ids=self._info.eos_token_ids,
+                arrival_s=arrival_s,
+                max_tokens=max_tokens,
+                priority=priority,
+                cache_salt=cache_salt,
+                bad_words_token_ids=bad_words,
+            )
+            for index in range(params.n)
+        ]

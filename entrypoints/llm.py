@@ -1,0 +1,272 @@
+"""`LLM`: offline batches in the caller's own process, with vLLM's method and field names.
+
+Checks and makes requests, drives the engine client until all are finished, and assembles RequestOutputs. Knows no HTTP.
+torch is imported when an instance is made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tqdm import tqdm
+
+from halfbyte.config import DEFAULT_MODEL, EngineOptions
+from halfbyte.engine.client import EngineClient, InProcessClient
+from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
+from halfbyte.engine.requests import RequestMaker
+from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.entrypoints.chat_template import ChatTemplate
+from halfbyte.entrypoints.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from halfbyte.errors import UserError
+from halfbyte.types import SamplingParams, TokenLogprobs
+
+Prompt = str | list[int] | dict[str, Any]
+Message = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
+
+# Arguments of vLLM's LLM that mean nothing else here: accepted with exactly these values, refused with any other.
+_NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "trust_remote_code": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enforce_eager": (True, False),
+    "skip_tokenizer_init": (False,),
+    "tokenizer_mode": ("auto",),
+    "quantization": (None,),
+    "disable_log_stats": (True,),
+    "runner": ("auto", "generate"),
+}
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prompt on its way: what came in, and the output that grows."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output: RequestOutput
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class LLM:
+    """A model for offline use: `LLM().generate("The capital of France is")`.
+
+    model: a catalogue name, a `.gguf` file, a Hugging Face folder or hub id. Other arguments: the fields of EngineOptions.
+    Raises HalfbyteError (one line) when the model cannot be served here. Not thread-safe.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, chat_template: str | None = None, **options: Any) -> None:
+        from halfbyte.engine.build import build_engine
+
+        engine_options = _engine_options(model, options)
+        core, info = build_engine(engine_options)
+        self._connect(InProcessClient(core, info), engine_options, chat_template)
+
+    @classmethod
+    def from_client(cls, client: EngineClient, options: EngineOptions, chat_template: str | None = None) -> LLM:
+        """An LLM over an engine that runs already, for example in another process."""
+        llm = cls.__new__(cls)
+        llm._connect(client, options, chat_template)
+        return llm
+
+    def _connect(self, client: EngineClient, options: EngineOptions, chat_template: str | None) -> None:
+        from halfbyte.engine.front import load_front
+
+        front = load_front(options)
+        self.info = client.info
+        self._client = client
+        self._tokenizer = front.tokenizer
+        self._default_sampling = front.default_sampling
+        self._maker = RequestMaker(client.info, front.tokenizer, options.seed)
+        self._chat_template = chat_template
+        self.num_preemptions = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts: texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids` (and `cache_salt`).
+
+        Returns one RequestOutput per prompt, in the order of the prompts. UserError names a wrong argument before anything
+        is computed.
+        """
+        prompt_list = [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
+        params = self._params_for(sampling_params, len(prompt_list))
+        if priority is not None and len(priority) != len(prompt_list):
+            raise UserError(f"{len(prompt_list)} prompts but {len(priority)} priorities", param="priority")
+        jobs = [self._job(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
+        for job, value in zip(jobs, priority or [0] * len(jobs), strict=True):
+            job.priority = value
+        return self._run(jobs, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template."""
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        params = self._params_for(sampling_params, len(conversations))
+        template = ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
+        jobs = []
+        for conversation, p in zip(conversations, params, strict=True):
+            text = template.render(
+                list(conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            jobs.append(self._job({"prompt_token_ids": ids, "prompt": text}, p))
+        return self._run(jobs, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config asks for, else neutral defaults."""
+        return SamplingParams(**self._default_sampling)
+
+    def close(self) -> None:
+        """Free the model and its cache. The instance cannot be used again."""
+        self._client.close()
+
+    def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise UserError(f"{count} prompts but {len(params)} sampling_params", param="sampling_params")
+        return list(params)
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        text, ids, salt = _parse_prompt(prompt)
+        if ids is None:
+            self._maker.limits.check_text(text or "", self._tokenizer.max_chars_per_token)
+            ids = self._tokenizer.encode(text or "")
+        ids = self._maker.limits.truncate(ids, params)
+        output = RequestOutput("", text, ids, [CompletionOutput(index) for index in range(params.n)])
+        return _Job(ids, params, output, cache_salt=salt)
+
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+        processor = OutputProcessor(self._tokenizer)
+        job_of: dict[str, _Job] = {}
+        requests = []
+        for number, job in enumerate(jobs):
+            made = self._maker.make(job.prompt_token_ids, job.params, priority=job.priority, cache_salt=job.cache_salt)
+            job.output.request_id = str(number)
+            requests += made
+            for index, request in enumerate(made):
+                processor.add(request.request_id, index, job.prompt_token_ids, job.params)
+                job_of[request.request_id] = job
+        self._client.add(requests)
+        try:
+            with tqdm(total=len(jobs), desc="Generating", unit="request", disable=not use_tqdm) as progress:
+                self._drain(processor, job_of, progress)
+        finally:
+            if job_of:
+                self._client.abort(list(job_of))
+        return [job.output for job in jobs]
+
+    def _drain(self, processor: OutputProcessor, job_of: dict[str, _Job], progress: tqdm[Any]) -> None:
+        """Receive until every sequence in `job_of` has ended; ended ones leave it."""
+        num_tokens = 0
+        while job_of:
+            step = self._client.receive()
+            if step is None:
+                continue
+            self.num_preemptions += step.stats.num_preemptions
+            stopped = []
+            for output in step.outputs:
+                if output.request_id not in job_of:
+                    continue
+                job = job_of[output.request_id]
+                delta, needs_abort = processor.process(output)
+                stopped += [output.request_id] if needs_abort else []
+                if delta is None:
+                    continue
+                num_tokens += len(delta.token_ids)
+                self._grow(job, delta)
+                if delta.finish_reason is not None:
+                    processor.remove(output.request_id)
+                    del job_of[output.request_id]
+                if job.output.finished:
+                    progress.update()
+                    progress.set_postfix_str(f"{num_tokens} tokens", refresh=False)
+            if stopped:
+                self._client.abort(stopped)
+
+    def _grow(self, job: _Job, delta: SequenceDelta) -> None:
+        output, sequence = job.output, job.output.outputs[delta.index]
+        if delta.error is not None:
+            log.error("prompt %s failed: %s", output.request_id, delta.error)
+        sequence.text += delta.text
+        sequence.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            sequence.logprobs = (sequence.logprobs or []) + [self._position(entry) for entry in delta.logprobs]
+            sequence.cumulative_logprob = (sequence.cumulative_logprob or 0.0) + sum(e.logprob for e in delta.logprobs)
+        if delta.prompt_logprobs is not None and output.prompt_logprobs is None:
+            output.prompt_logprobs = [None, *(self._position(entry) for entry in delta.prompt_logprobs)]
+        output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.num_cached_tokens)
+        sequence.finish_reason = delta.finish_reason
+        sequence.stop_reason = delta.stop_reason
+        output.finished = all(s.finished() for s in output.outputs)
+
+    def _position(self, entry: TokenLogprobs) -> PositionLogprobs:
+        """{token id: Logprob} of one position: the sampled token first, then the best ones in order."""
+        text = self._tokenizer.token_text
+        position = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=True), start=1):
+            position.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+        return position
+
+
+def _engine_options(model: str, given: dict[str, Any]) -> EngineOptions:
+    known = {f.name for f in fields(EngineOptions)}
+    for name, value in list(given.items()):
+        if name in known:
+            continue
+        if name not in _NEUTRAL_ARGUMENTS:
+            raise UserError(
+                f"LLM() has no argument {name!r}; it takes {', '.join(sorted(known | {'chat_template'}))}", param=name
+            )
+        if value not in _NEUTRAL_ARGUMENTS[name]:
+            raise UserError(f"LLM({name}={value!r}) is not supported; leave it at {_NEUTRAL_ARGUMENTS[name][0]!r}", param=name)
+    return EngineOptions(model=model, **{name: value for name, value in given.items() if name in known})
+
+
+def _is_token_ids(prompts: Any) -> bool:
+    return isinstance(prompts, list) and bool(prompts) and all(type(item) is int for item in prompts)
+
+
+def _parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None, str | None]:
+    """(text, token ids, cache salt) of a prompt in any of its forms; UserError for another."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if isinstance(prompt, list):
+        return None, list(prompt), None
+    if isinstance(prompt, dict) and ("prompt" in prompt or "prompt_token_ids" in prompt):
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+            raise UserError(f"a prompt takes prompt, prompt_token_ids and cache_salt, not {sorted(unknown)}", param="prompts")
+        ids = prompt.get("prompt_token_ids")
+        return prompt.get("prompt"), None if ids is None else list(ids), prompt.get("cache_salt")
+    raise UserError("a prompt is a text, a list of token ids, or a dict with prompt or prompt_token_ids", param="prompts")
