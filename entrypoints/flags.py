@@ -25,7 +25,7 @@ SIZE_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G"
 AUTO_LENGTH = -1
 
 _FLAG = re.compile(r"--?[A-Za-z][^\s=]*")
-_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)")
+_SIZE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)([kKmMgG]?)")
 
 
 class UsageError(UserError):
@@ -136,7 +136,7 @@ class _NameChecker:
 
     def spell(self, argv: Sequence[str], where: str = "") -> list[str]:
         """`argv` with each flag in its canonical spelling (dashes). UsageError for the first that is not known."""
-        words = []
+        words: list[str] = []
         for index, word in enumerate(argv):
             if word == "--":
                 return [*words, *argv[index:]]
@@ -161,7 +161,7 @@ class _NameChecker:
             if known in self._refused:
                 instead = self._refused[known]
                 raise UsageError(f"{where}{name} is not supported yet" + (f": {instead}" if instead else ""))
-        near = difflib.get_close_matches(name, self._known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, self._known, n=1, cutoff=0.5) if name.startswith("--") else []
         raise UsageError(f"{where}unknown flag {name}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
 
 
@@ -213,7 +213,7 @@ def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _integer(text: str) -> int:
-    if not re.fullmatch(r"[+-]?\d+", text.strip()):
+    if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
         raise ValueError(f"{text!r} is not an integer")
     return int(text)
 
@@ -259,9 +259,15 @@ _READERS: Mapping[Kind, Callable[[str], Any]] = {
     "json": _reader(_json_object),
     "json_list": _reader(_json_list),
 }
-_METAVARS: Mapping[Kind, str] = {"text": "X", "json": "JSON", "json_list": "JSON"} | dict.fromkeys(
-    ("integer", "size", "length", "number"), "N"
-)
+_METAVARS: Mapping[Kind, str] = {
+    "text": "X",
+    "integer": "N",
+    "size": "N",
+    "length": "N",
+    "number": "N",
+    "json": "JSON",
+    "json_list": "JSON",
+}
 
 
 def _check(flag: Flag, value: Any) -> None:
