@@ -1,0 +1,229 @@
+"""Text to token ids and back, around one `tokenizers.Tokenizer`, whatever file it came from.
+
+Knows `tokenizer.json` and its companions in a Hugging Face folder. It must not know requests, templates' rendering, torch or
+transformers: it is loaded in the API process. Called by the front ends, the detokeniser and the chat template.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from halfbyte.errors import ModelFileError
+from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json
+
+SPM_SPACE = "\u2581"
+# Normalisation can shorten a text (NFC joins a letter and its marks): the bound on characters per token allows for that.
+_NORMALISER_SLACK = 4
+
+
+class Tokenizer:
+    """A vocabulary with its rules. Safe to use from several threads.
+
+    bos_token, eos_token: strings and ids, None where the model has none. prefix_ids, suffix_ids: what `encode` puts around a
+    text; None leaves that to the backend's own post-processor. added_ids: tokens that are matched whole in a text;
+    special_ids: those of them that `decode` leaves out. chat_template: Jinja source, None for a base model.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        chat_template: str | None = None,
+        affixes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._affixes = affixes
+        self._plain_lock = threading.Lock()
+        self._plain: tokenizers.Tokenizer | None = None
+        self.bos_token, self.eos_token = bos_token, eos_token
+        self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
+        self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self._added_texts = {token_id: token.content for token_id, token in added.items()}
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, allow_special: bool = True) -> list[int]:
+        """The ids of `text`. add_special_tokens: with the model's beginning (and end) of text.
+
+        allow_special=False reads the spelling of a special token in `text` as ordinary characters.
+        """
+        backend = self._backend if allow_special else self._without_special()
+        if self._affixes is None:
+            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = list(backend.encode(text, add_special_tokens=False).ids)
+        return [*self._affixes[0], *ids, *self._affixes[1]] if add_special_tokens else ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids that the vocabulary lacks add nothing, bytes that are no character become U+FFFD."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, special ones too, with the space it begins with; U+FFFD where it is a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; none for an id that the vocabulary lacks."""
+        if (content := self._added_texts.get(token_id)) is not None:
+            return content.encode()
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF_CHAR[char] for char in piece)
+            except KeyError:
+                return piece.encode()
+        if not self._byte_fallback:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(SPM_SPACE, " ").encode()
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled `text` in the vocabulary."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        """No token stands for more characters than this, so a text of more than n times as many has more than n tokens."""
+        longest = max((len(piece) for piece in self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest * (1 if self._backend.normalizer is None else _NORMALISER_SLACK)
+
+    @cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        if self._backend.decoder is None:
+            return frozenset()
+        state = json.loads(self._backend.decoder.__getstate__())
+        return frozenset(step["type"] for step in state.get("decoders", [state]))
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in self._decoder_types
+
+    @cached_property
+    def _byte_fallback(self) -> bool:
+        return "ByteFallback" in self._decoder_types
+
+    def _without_special(self) -> tokenizers.Tokenizer:
+        """A second backend that matches no special tokens: the setting belongs to the object, not to the call."""
+        with self._plain_lock:
+            if self._plain is None:
+                plain = copy.deepcopy(self._backend)
+                plain.encode_special_tokens = True
+                self._plain = plain
+            return self._plain
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a located model. ModelFileError says what is missing or broken."""
+    if files.kind == "gguf":
+        from halfbyte.engine.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(files.path)
+    return tokenizer_from_folder(files.path)
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """From `tokenizer.json`, with the special tokens and the chat template that the files beside it name."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
+        hint = f"; {others[0]} alone is not enough, convert it with transformers first" if others else ""
+        raise ModelFileError(f"{path} is missing{hint}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+        raise ModelFileError(f"{path} cannot be used: {' '.join(str(error).split())[:300]}") from None
+    config_path = folder / "tokenizer_config.json"
+    config = read_optional_json(config_path)
+    _add_declared_tokens(backend, config, config_path)
+    bos, eos = _token_string(config.get("bos_token")), _token_string(config.get("eos_token"))
+    return Tokenizer(
+        backend,
+        bos_token=bos,
+        eos_token=eos,
+        chat_template=_chat_template(folder, config),
+        affixes=_affixes(backend, config, bos, eos),
+    )
+
+
+def _token_string(value: Any) -> str | None:
+    """A token as `tokenizer_config.json` writes it: a string, or an object with `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
+    """Tokens that only `tokenizer_config.json` declares. Each must get the id that is declared for it."""
+    declared = config.get("added_tokens_decoder")
+    for key, entry in sorted(declared.items(), key=lambda item: (len(item[0]), item[0])) if isinstance(declared, Mapping) else ():
+        content = _token_string(entry)
+        if content is None or backend.token_to_id(content) is not None:
+            continue
+        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        backend.add_tokens([tokenizers.AddedToken(content, **flags)])
+        if str(backend.token_to_id(content)) != key:
+            raise ModelFileError(
+                f"{path} declares {content!r} as token {key}, tokenizer.json makes it {backend.token_to_id(content)}"
+            )
+
+
+def _affixes(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: str | None, eos: str | None
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What goes around a text when the configuration says so; it then overrides the post-processor of `tokenizer.json`."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return None
+
+    def ids(flag: str, token: str | None) -> tuple[int, ...]:
+        token_id = backend.token_to_id(token) if config.get(flag) and token is not None else None
+        return () if token_id is None else (token_id,)
+
+    return ids("add_bos_token", bos), ids("add_eos_token", eos)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja`, else `chat_template.json`, else the configuration's; of several named ones the default."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{path} cannot be read: {error}") from None
+    template = config.get("chat_template")
+    if (folder / "chat_template.json").is_file():
+        template = read_json(folder / "chat_template.json").get("chat_template", template)
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) and template else None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level BPE spells each byte as one printable character: itself where it is one, else the next from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
