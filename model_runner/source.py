@@ -18,7 +18,9 @@ from halfbyte.errors import ModelFileError, NotFoundError
 from halfbyte.model_runner.catalogue import CATALOGUE, fetch
 
 # Weights as safetensors, configuration as JSON, the tokenizer's files; never pickles, never code.
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+# Copies of the same weights in other layouts.
+_HUB_IGNORED = ("*/*", "consolidated*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_JSON_BYTES = 64 << 20
 
@@ -84,7 +86,8 @@ def locate(
 
 
 def _from_folder(name: str, folder: Path, commit: str | None = None) -> ModelFiles:
-    if (folder / "config.json").is_file():
+    """A folder with a configuration is a model; one with a tokenizer alone can still be named as a tokenizer."""
+    if (folder / "config.json").is_file() or (folder / "tokenizer.json").is_file():
         return ModelFiles(name, "hf", folder, commit)
     found = sorted(file.name for file in folder.glob("*.gguf"))
     hint = f"; to run a GGUF file, name it: {folder / found[0]}" if found else ""
@@ -107,7 +110,14 @@ def _from_hub(name: str, revision: str | None, download_dir: str | Path | None, 
     at = f"{name}@{revision}" if revision else name
     try:
         folder = Path(
-            snapshot_download(name, revision=revision, cache_dir=download_dir, token=token, allow_patterns=list(HUB_PATTERNS))
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=download_dir,
+                token=token,
+                allow_patterns=list(HUB_PATTERNS),
+                ignore_patterns=list(_HUB_IGNORED),
+            )
         )
     except GatedRepoError:
         reason = "its owner grants access on request: accept the terms on its page and pass --hf-token"
