@@ -49,6 +49,11 @@ def phase(name: str, seconds: float, stream: TextIO | None = None) -> None:
     print(f"  {one_line(name):<28} {seconds:7.2f} s", file=stream or sys.stderr, flush=True)
 
 
+def note(text: str, stream: TextIO | None = None) -> None:
+    """Print one line that belongs to the start-up and not to the log."""
+    print(one_line(text), file=stream or sys.stderr, flush=True)
+
+
 def one_line(text: str) -> str:
     """`text` with its control characters escaped."""
     return text.translate(_CONTROL)
