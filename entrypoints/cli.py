@@ -68,7 +68,7 @@ def _run(words: Sequence[str]) -> int:
         return 0
     name = words[0].replace("_", "-")
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = [] if name.startswith("-") else difflib.get_close_matches(name, COMMANDS, n=1)
         raise UsageError(f"unknown command {words[0]!r}; {f'did you mean {near[0]}?' if near else 'see halfbyte --help'}")
     command = cast(Command, import_module(COMMANDS[name][0]))
     try:
