@@ -1,0 +1,181 @@
+"""What happens to a request before any route sees it: its label, its key, its host, its size; and what no route caught.
+
+Plain ASGI, outermost first: RequestLabels, ApiKeys, AllowedHosts, (CORS), BodyLimit, InternalErrors. All decide on the scope's
+path and headers alone and before the body is read. Installed by `server.build_app`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from halfbyte.entrypoints.openai.errors import ApiError, HttpError, explain
+from halfbyte.entrypoints.openai.frontend import LABEL_KEY, request_label
+
+# Everything else needs the key, whether it exists or not.
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+REQUEST_ID_HEADER = "x-request-id"
+
+log = logging.getLogger(__name__)
+
+
+def route_path(scope: Scope) -> str:
+    """The path that the router decides on: without the root path, decoded, as the connection sent it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    if root and (path == root or path.startswith(root + "/")):
+        return str(path[len(root) :])
+    return str(path)
+
+
+class RequestLabels:
+    """Keeps a valid X-Request-Id as the request's label in the scope. With `echo`, every answer carries the header."""
+
+    def __init__(self, app: ASGIApp, echo: bool) -> None:
+        self.app = app
+        self.echo = echo
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        label = request_label(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        if label is None and self.echo:
+            label = uuid.uuid4().hex
+        if label is not None:
+            scope[LABEL_KEY] = label
+        if not self.echo:
+            return await self.app(scope, receive, send)
+
+        async def send_labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = label or ""
+            await send(message)
+
+        await self.app(scope, receive, send_labelled)
+
+
+class ApiKeys:
+    """Denies every path but the public ones without `Authorization: Bearer <one of the keys>`.
+
+    Compares digests in constant time and tries all keys. OPTIONS passes: it reaches no handler but CORS.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self.app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        open_to_all = not self._digests or scope["type"] == "lifespan" or scope.get("method") == "OPTIONS"
+        if open_to_all or route_path(scope) in PUBLIC_PATHS or self._has_key(scope):
+            return await self.app(scope, receive, send)
+        error = ApiError(401, "Unauthorized", "a valid API key is required: send Authorization: Bearer KEY")
+        response = error.response()
+        response.headers["WWW-Authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = next((value for name, value in scope["headers"] if name == b"authorization"), b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class AllowedHosts:
+    """Refuses a Host header that names none of `hosts`: a page that points its own name at this machine gets nothing.
+
+    A request without the header cannot come from a browser and passes.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
+        self.app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or all(host_name(host) in self._hosts for host in Headers(scope=scope).getlist("host")):
+            return await self.app(scope, receive, send)
+        message = "the Host header names none of this server's hosts; start it with --allowed-hosts to add one"
+        await ApiError(400, "Bad Request", message, "host").response()(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body of more than `max_bytes`: at once when its length is announced, else while it is read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        message = f"the body is larger than {self.max_bytes} bytes"
+        error = ApiError(413, "Request Entity Too Large", message)
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self.max_bytes:
+            return await error.response()(scope, receive, send)
+        received = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:
+                raise HttpError(error)
+            return message
+
+        await self.app(scope, receive_counted, send)
+
+
+class InternalErrors:
+    """The last net: what no handler planned for is logged with its trace and answered with a fixed message."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        except Exception as error:
+            problem = explain(error)
+            if problem.status >= 500:
+                log.exception("%s %s failed", scope.get("method"), scope.get("path"))
+            if started:
+                raise
+            await problem.response()(scope, receive, send)
+
+
+def host_name(header: str) -> str:
+    """The name in a Host header, lower case, without port, brackets and final dot; "" if it is none."""
+    name, colon, port = header.strip().lower().rpartition(":")
+    if not colon or "]" in port:
+        name = header.strip().lower()
+    elif not port.isdecimal():
+        return ""
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    elif ":" in name:
+        return ""
+    return name.removesuffix(".")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server bound to `host` is reached from this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,232 @@
+"""POST /v1/completions: prompts in any of four forms, n choices each, whole or streamed.
+
+`create` checks everything and starts the generations before an answer exists; then one of two writers turns deltas into the
+answer. Choice i of prompt p has the index p * n + i.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from msgspec import UNSET
+from starlette.responses import Response
+
+from halfbyte.engine.output_processor import SequenceDelta
+from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect
+from halfbyte.entrypoints.openai.frontend import Call, Frontend
+from halfbyte.entrypoints.openai.logprobs import (
+    CompletionLogprobsWriter,
+    TokenNames,
+    join_logprobs,
+    prompt_logprobs,
+    prompt_pieces,
+)
+from halfbyte.entrypoints.openai.prompts import Prompt, encode_prompts, parse_prompts
+from halfbyte.entrypoints.openai.protocol import CompletionRequest
+from halfbyte.entrypoints.openai.refused import refuse_unsupported
+from halfbyte.entrypoints.openai.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    to_event,
+    to_json,
+)
+from halfbyte.entrypoints.openai.sampling import (
+    check_stream_fields,
+    effective_max_tokens,
+    operator_cap,
+    sampling_params,
+    wants_usage,
+)
+from halfbyte.entrypoints.openai.streaming import Closeable, EventStream, merge
+from halfbyte.types import SamplingParams, TokenLogprobs
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> Response:
+    """Answer one completion request. Every refusal comes before the answer starts."""
+    call.use_body_label(request.request_id)
+    model = frontend.served_model(request.model)
+    frontend.require_serving()
+    refuse_unsupported(request.model_extra)
+    check_stream_fields(request)
+    engine = frontend.engine
+    special = request.add_special_tokens is not False
+    prompts = await encode_prompts(engine, parse_prompts(request.prompt, request.n, engine.limits), request, special)
+    params = [_params(frontend, request, len(prompt.token_ids)) for prompt in prompts]
+    tally = Tally(call, [len(prompt.token_ids) for prompt in prompts])
+    writer = _Writer(frontend, call, request, model, prompts)
+    if request.echo:
+        await writer.prepare_echo()
+    generations = await frontend.generate(
+        [(prompt.token_ids, p) for prompt, p in zip(prompts, params, strict=True)],
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+    )
+    if request.stream:
+        return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
+    choices = await collect(generations, writer.n, tally)
+    return to_json(await asyncio.to_thread(writer.whole, choices, tally))
+
+
+def _params(frontend: Frontend, request: CompletionRequest, num_prompt_tokens: int) -> SamplingParams:
+    limits, defaults = frontend.engine.limits, frontend.sampling_defaults
+    max_tokens = effective_max_tokens(
+        limits,
+        1 if _prompt_only(request) else request.max_tokens,
+        num_prompt_tokens,
+        param="max_tokens",
+        default=DEFAULT_MAX_TOKENS,
+        cap=operator_cap(frontend.config, defaults),
+    )
+    of_prompt = request.prompt_logprobs
+    if of_prompt is None and request.echo:
+        of_prompt = request.logprobs
+    return sampling_params(request, limits, defaults, max_tokens=max_tokens, logprobs=request.logprobs, prompt_logprobs=of_prompt)
+
+
+def _prompt_only(request: CompletionRequest) -> bool:
+    """echo with max_tokens=0 asks for the prompt and its logprobs; the engine makes one token that is not shown."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
+@dataclass(slots=True)
+class _Echo:
+    """A prompt as it is echoed: `pieces` join to `text`."""
+
+    text: str
+    pieces: list[str]
+
+
+class _Writer:
+    """Turns deltas into the answer to one request."""
+
+    def __init__(self, frontend: Frontend, call: Call, request: CompletionRequest, model: str, prompts: Sequence[Prompt]) -> None:
+        self.n = request.n or 1
+        self._frontend = frontend
+        self._call = call
+        self._request = request
+        self._model = model
+        self._prompts = prompts
+        self._echoes: list[_Echo | None] = [None] * len(prompts)
+        self._tokenizer = frontend.engine.tokenizer
+        names = TokenNames(self._tokenizer, bool(request.return_tokens_as_token_ids))
+        self._logprobs = [CompletionLogprobsWriter(names) for _ in range(len(prompts) * self.n)]
+
+    async def prepare_echo(self) -> None:
+        self._echoes = list(await asyncio.to_thread(lambda: [self._echo(prompt) for prompt in self._prompts]))
+
+    def _echo(self, prompt: Prompt) -> _Echo:
+        whole = self._request.truncate_prompt_tokens is None
+        if prompt.text is not None and whole and self._request.logprobs is None:
+            return _Echo(prompt.text, [])
+        pieces = prompt_pieces(self._tokenizer, prompt.token_ids, prompt.text if whole else None)
+        return _Echo("".join(pieces), pieces)
+
+    def whole(self, choices: Sequence[GrowingChoice], tally: Tally) -> Completion:
+        return Completion(
+            id=self._call.public_id,
+            created=self._call.created,
+            model=self._model,
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
+            system_fingerprint=self._frontend.fingerprint,
+            usage=tally.usage(),
+        )
+
+    def _choice(self, index: int, choice: GrowingChoice) -> CompletionChoice:
+        request, prompt, echo = self._request, self._prompts[index // self.n], self._echoes[index // self.n]
+        shown = 0 if _prompt_only(request) else len(choice.token_ids)
+        text = "" if _prompt_only(request) else choice.text
+        logprobs = self._echo_logprobs(index, choice.prompt_logprobs)
+        if request.logprobs is not None:
+            writer = self._logprobs[index]
+            own = writer.write(choice.token_ids[:shown], choice.token_texts[:shown], choice.logprobs[:shown])
+            logprobs = own if logprobs is None else join_logprobs(logprobs, own)
+        asked_of_prompt = request.prompt_logprobs is not None
+        return CompletionChoice(
+            index=index,
+            text=(echo.text if echo else "") + text,
+            logprobs=logprobs,
+            finish_reason="length" if _prompt_only(request) else choice.finish_reason,
+            stop_reason=None if _prompt_only(request) else choice.stop_reason,
+            token_ids=choice.token_ids[:shown] if request.return_token_ids else None,
+            prompt_token_ids=prompt.token_ids if request.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs(self._tokenizer, choice.prompt_logprobs or ()) if asked_of_prompt else None,
+        )
+
+    def _echo_logprobs(self, index: int, entries: Sequence[TokenLogprobs] | None) -> CompletionLogprobs | None:
+        echo = self._echoes[index // self.n]
+        if echo is None or self._request.logprobs is None:
+            return None
+        return self._logprobs[index].write(self._prompts[index // self.n].token_ids, echo.pieces, [None, *(entries or ())])
+
+    async def events(self, generations: Sequence[Closeable], tally: Tally) -> AsyncGenerator[bytes, None]:
+        """The stream's events before [DONE]: per choice an echo if asked, its text, and an empty chunk that ends it."""
+        usage_at_end, usage_always = wants_usage(self._request, self._frontend.config)
+        seen: set[int] = set()
+        async with aclosing(merge(generations)) as deltas:
+            async for prompt_index, delta in deltas:
+                tally.count(prompt_index, delta)
+                index = prompt_index * self.n + delta.index
+                chunks = self._first(index, delta) if index not in seen else []
+                seen.add(index)
+                chunks += self._next(index, delta)
+                usage = tally.usage() if usage_always else UNSET
+                last = delta.finish_reason is not None
+                events = b""
+                for number, choice in enumerate(chunks, start=1):
+                    chunk = self._chunk([choice])
+                    chunk.usage = usage
+                    if last and number == len(chunks) and not usage_at_end:
+                        chunk.system_fingerprint = self._frontend.fingerprint
+                    events += to_event(chunk)
+                if events:
+                    yield events
+        if usage_at_end:
+            chunk = self._chunk([])
+            chunk.usage, chunk.system_fingerprint = tally.usage(), self._frontend.fingerprint
+            yield to_event(chunk)
+
+    def _first(self, index: int, delta: SequenceDelta) -> list[CompletionChoice]:
+        """What precedes a choice's own text: the echoed prompt, the prompt's token ids."""
+        request, echo = self._request, self._echoes[index // self.n]
+        if echo is None and not request.return_token_ids:
+            return []
+        choice = _bare(index, echo.text if echo else "")
+        choice.logprobs = self._echo_logprobs(index, delta.prompt_logprobs)
+        if request.return_token_ids:
+            choice.prompt_token_ids = self._prompts[index // self.n].token_ids
+        return [choice]
+
+    def _next(self, index: int, delta: SequenceDelta) -> list[CompletionChoice]:
+        request = self._request
+        chunks = []
+        shown = not _prompt_only(request)
+        if shown and (delta.text or (delta.token_ids and (request.logprobs is not None or request.return_token_ids))):
+            choice = _bare(index, delta.text)
+            if delta.logprobs is not None:
+                choice.logprobs = self._logprobs[index].write(delta.token_ids, delta.token_texts, delta.logprobs)
+            if request.return_token_ids:
+                choice.token_ids = delta.token_ids
+            chunks.append(choice)
+        if delta.finish_reason is not None:
+            last = _bare(index, "")
+            last.finish_reason = delta.finish_reason if shown else "length"
+            last.stop_reason = delta.stop_reason if shown else None
+            chunks.append(last)
+        return chunks
+
+    def _chunk(self, choices: list[CompletionChoice]) -> CompletionChunk:
+        return CompletionChunk(id=self._call.public_id, created=self._call.created, model=self._model, choices=choices)
+
+
+def _bare(index: int, text: str) -> CompletionChoice:
+    """A chunk's choice with nothing but text set."""
+    return CompletionChoice(
+        index=index, text=text, stop_reason=UNSET, token_ids=UNSET, prompt_logprobs=UNSET, prompt_token_ids=UNSET
+    )

@@ -1,0 +1,243 @@
+"""What all routes share: the engine, the served names, the templates, and the calls that are open.
+
+`Call` is one inference request with its label, its public id and its one line in the log; client strings are labels, never
+keys. `Frontend` admits calls, starts generations and drains when the server stops. Knows no wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.types import Scope
+
+from halfbyte import __version__
+from halfbyte.config import ServerConfig
+from halfbyte.engine.limits import Limits
+from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.entrypoints.chat_template import ChatTemplate
+from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
+from halfbyte.entrypoints.openai.streaming import Closeable
+from halfbyte.errors import EngineDeadError, NotFoundError
+from halfbyte.types import EngineInfo, SamplingParams
+
+LABEL_KEY = "halfbyte.request_label"  # in the ASGI scope: the valid X-Request-Id of a request, absent without one
+MAX_LABEL_CHARS = 128
+ABORT_GRACE_S = 5.0
+STOPPING = "the server is shutting down"
+
+log = logging.getLogger(__name__)
+
+
+class Metrics(Protocol):
+    def render(self) -> bytes: ...
+
+
+class Engine(Protocol):
+    """The part of AsyncEngine that the routes use. Every error of `generate` is raised by the call itself."""
+
+    info: EngineInfo
+    limits: Limits
+    tokenizer: Tokenizer
+    default_sampling: dict[str, Any]
+    dead: str | None
+    died: asyncio.Event
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def generate(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Closeable: ...
+
+    def abort_all(self, reason: str) -> None: ...
+
+
+def request_label(candidate: object) -> str | None:
+    """A client's name for its request if it can be one (short, printable ASCII), else None."""
+    if isinstance(candidate, str) and 0 < len(candidate) <= MAX_LABEL_CHARS and candidate.isascii() and candidate.isprintable():
+        return candidate
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One inference request. `end` writes its terminal line, once, whoever calls it first."""
+
+    frontend: Frontend
+    route: str
+    prefix: str
+    label: str
+    named_by_header: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    finish_reasons: set[str] = field(default_factory=set)
+    ended: bool = False
+
+    def use_body_label(self, request_id: str | None) -> None:
+        """The body's request_id names the call unless a header did."""
+        if not self.named_by_header and (label := request_label(request_id)) is not None:
+            self.label = label
+
+    @property
+    def public_id(self) -> str:
+        return self.prefix + self.label
+
+    def end(self, error: Exception | None = None, gone: bool = False) -> ApiError | None:
+        """Close the call and log how it ended. Returns what to tell the client of `error`."""
+        problem = None if error is None else self.frontend.explain(error)
+        if self.ended:
+            return problem
+        self.ended = True
+        self.frontend.forget(self)
+        if gone:
+            self._line(logging.INFO, "abort")
+        elif problem is not None:
+            level = logging.ERROR if problem.status >= 500 and problem.status != 503 else logging.INFO
+            self._line(level, f"error {problem.status} {problem.type} param={problem.param}", error)
+        elif self.frontend.config.enable_log_requests:
+            self._line(logging.INFO, ",".join(sorted(self.finish_reasons)) or "done")
+        return problem
+
+    def _line(self, level: int, reason: str, error: Exception | None = None) -> None:
+        """A 4xx's message is the client's matter (it may quote the prompt); logged are an engine's cause and a bug's trace."""
+        known = isinstance(error, EngineDeadError | GenerationError)
+        log.log(
+            level,
+            "request %s %s ended: %s, %d prompt tokens, %d completion tokens%s",
+            self.label,
+            self.route,
+            reason,
+            self.num_prompt_tokens,
+            self.num_completion_tokens,
+            f": {error}" if known else "",
+            exc_info=error if level == logging.ERROR and not known else None,
+        )
+
+
+class Frontend:
+    """The routes' shared state. `draining`: no new calls. `stopping`: open ones are being ended too."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self.model_names = config.served_model_names or (engine.info.model,)
+        self.sampling_defaults = sampling_defaults(engine, config)
+        self.fingerprint = fingerprint(engine.info)
+        self._chat_template: ChatTemplate | None = None
+        self.draining = False
+        self.stopping = False
+        self._open: set[Call] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def healthy(self) -> bool:
+        return self.engine.dead is None and not self.draining
+
+    @property
+    def num_open_calls(self) -> int:
+        return len(self._open)
+
+    def open_call(self, scope: Scope, prefix: str) -> Call:
+        label = scope.get(LABEL_KEY)
+        call = Call(self, scope["path"], prefix, label or uuid.uuid4().hex, label is not None)
+        self._open.add(call)
+        self._idle.clear()
+        return call
+
+    def forget(self, call: Call) -> None:
+        self._open.discard(call)
+        if not self._open:
+            self._idle.set()
+
+    def served_model(self, name: str | None) -> str:
+        """The name to answer with. An absent or empty name means the first one; NotFoundError for one that is not served."""
+        if not name:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise NotFoundError(f"model {name[:200]!r} does not exist; served: {', '.join(self.model_names)}", param="model")
+        return name
+
+    def chat_template(self, own: str | None = None) -> ChatTemplate:
+        """The template that a request brings, else the operator's or the model's. UserError when there is none."""
+        if own is not None:
+            return ChatTemplate.for_tokenizer(self.engine.tokenizer, own)
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.for_tokenizer(self.engine.tokenizer, self.config.chat_template)
+        return self._chat_template
+
+    def require_serving(self) -> None:
+        """HttpError 503 when this server takes no new calls."""
+        if self.draining:
+            raise unavailable(STOPPING)
+        if self.engine.dead is not None:
+            raise unavailable(f"the engine is gone: {self.engine.dead}", retry_after_s=5)
+
+    async def generate(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], *, priority: int, cache_salt: str | None
+    ) -> list[Closeable]:
+        """Start one generation per prompt: all, or none and the error of the one that could not start."""
+        if self.stopping:
+            raise unavailable(STOPPING)
+        generations: list[Closeable] = []
+        try:
+            for token_ids, params in prompts:
+                generations.append(self.engine.generate(token_ids, params, priority=priority, cache_salt=cache_salt))
+        except Exception as error:
+            for generation in generations:
+                await generation.aclose()
+            if isinstance(error, EngineDeadError):
+                raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
+            raise
+        return generations
+
+    def explain(self, error: Exception) -> ApiError:
+        """As `errors.explain`, but a generation that ends because the server stops is a 503."""
+        if self.stopping and isinstance(error, EngineDeadError):
+            return unavailable(STOPPING).error
+        return explain(error)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new calls, let open ones finish for at most `timeout_s`, then end the rest with an error answer."""
+        self.draining = True
+        log.info("stopping: %d open requests, waiting at most %g s for them", len(self._open), timeout_s)
+        await self._wait_idle(timeout_s)
+        self.stopping = True
+        if self._open:
+            log.info("stopping: %d requests are aborted", len(self._open))
+            self.engine.abort_all(STOPPING)
+            await self._wait_idle(ABORT_GRACE_S)
+
+    async def _wait_idle(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+
+
+def sampling_defaults(engine: Engine, config: ServerConfig) -> dict[str, Any]:
+    """What a request gets for a sampling field it leaves out: the operator's values over the model's.
+
+    `max_tokens` (generation_config's max_new_tokens) is among them: the default for chat, and a cap where the operator set it.
+    """
+    defaults = {} if config.generation_config == "vllm" else dict(engine.default_sampling)
+    for name, value in config.override_generation_config.items():
+        defaults["max_tokens" if name == "max_new_tokens" else name] = value
+    return defaults
+
+
+def fingerprint(info: EngineInfo) -> str:
+    """Changes when a change of model, precision or capacity may change tokens."""
+    facts = (info.model, info.architecture, info.dtype, info.kv_cache_dtype, info.vocab_size, info.max_model_len)
+    return f"halfbyte-{__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"

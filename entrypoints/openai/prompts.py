@@ -1,0 +1,73 @@
+"""Prompts: the four forms that `prompt` may have, and their way to token ids.
+
+Counts before it converts; texts are tokenised beside the event loop (`engine.encode`). Used by the routes that take text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from halfbyte.engine.limits import Limits
+from halfbyte.entrypoints.openai.frontend import Engine
+from halfbyte.entrypoints.openai.protocol import GenerationFields
+from halfbyte.errors import UserError
+from halfbyte.types import SamplingParams
+
+_FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids"
+
+
+@dataclass(slots=True)
+class Prompt:
+    """text: as the client wrote it, None when it sent token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def parse_prompts(value: Any, n: int | None, limits: Limits) -> list[str | list[int]]:
+    """The prompts of a completion request, each a text or token ids. UserError when one is empty or there are too many."""
+    if value is None:
+        raise UserError(f"prompt is required: {_FORMS}", param="prompt")
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise UserError(f"prompt must be {_FORMS}, and not empty", param="prompt")
+    count = len(value)
+    if count > limits.MAX_PROMPTS:
+        raise UserError(f"prompt holds {count} prompts, at most {limits.MAX_PROMPTS} are allowed", param="prompt")
+    if n is not None and n * count > limits.MAX_N:
+        raise UserError(f"{count} prompts x n={n} is {n * count} sequences, at most {limits.MAX_N} are allowed", param="n")
+    kind = type(value[0])
+    if kind not in (str, list) or any(type(item) is not kind for item in value):
+        raise UserError(f"prompt must be {_FORMS}", param="prompt")
+    for index, item in enumerate(value):
+        if not item:
+            raise UserError(f"prompt {index} is empty", param="prompt")
+        if kind is list and not all(type(token_id) is int for token_id in item):
+            raise UserError(f"prompt {index} must hold token ids: integers only", param="prompt")
+    return value
+
+
+async def encode_prompts(
+    engine: Engine, prompts: list[str | list[int]], request: GenerationFields, special: bool
+) -> list[Prompt]:
+    """Token ids of each prompt, truncated as the request asks."""
+    cut = truncation(request)
+    encoded = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = await engine.encode(prompt, special) if isinstance(prompt, str) else prompt
+        encoded.append(Prompt(text, engine.limits.truncate(token_ids, cut) if cut is not None else token_ids))
+    return encoded
+
+
+def truncation(request: GenerationFields) -> SamplingParams | None:
+    """The part of the parameters that `Limits.truncate` reads; None when the request asks for no truncation."""
+    if request.truncate_prompt_tokens is None:
+        return None
+    return SamplingParams(
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation_side=request.truncation_side,
+        max_tokens=max(1, request.max_tokens) if request.max_tokens is not None else None,
+    )

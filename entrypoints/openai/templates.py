@@ -1,0 +1,93 @@
+"""Chat messages to token ids: which template, with which arguments, rendered and tokenised beside the event loop.
+
+Decides what a request may change about the template; the rendering itself is `halfbyte.entrypoints.chat_template`'s. Shared by
+/v1/chat/completions and /tokenize, so that both refuse the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from halfbyte.entrypoints.openai.frontend import Frontend
+from halfbyte.errors import UserError
+
+# Arguments of the renderer itself: a request may not reach them through chat_template_kwargs.
+RESERVED_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "messages",
+        "padding",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class TemplatedRequest(Protocol):
+    """The fields that /v1/chat/completions and /tokenize share."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+async def render(
+    frontend: Frontend, request: TemplatedRequest, messages: list[dict[str, Any]], reasoning_effort: str | None = None
+) -> str:
+    """The prompt text of a conversation. UserError when the request asks for what it may not, or the template refuses it."""
+    if request.add_generation_prompt and request.continue_final_message:
+        raise UserError("add_generation_prompt and continue_final_message exclude each other", param="continue_final_message")
+    _check_messages(messages)
+    arguments = _arguments(frontend, request, reasoning_effort)
+
+    def work() -> str:
+        return frontend.chat_template(request.chat_template).render(
+            messages,
+            add_generation_prompt=adds_generation_prompt(request),
+            continue_final_message=bool(request.continue_final_message),
+            chat_template_kwargs=arguments,
+        )
+
+    return await asyncio.to_thread(work)
+
+
+def adds_generation_prompt(request: TemplatedRequest) -> bool:
+    """Whether the prompt ends with the start of a new answer: yes, unless the request says no or continues a message."""
+    if request.add_generation_prompt is None:
+        return not request.continue_final_message
+    return request.add_generation_prompt
+
+
+def _arguments(frontend: Frontend, request: TemplatedRequest, reasoning_effort: str | None) -> dict[str, Any]:
+    given = request.chat_template_kwargs or {}
+    config = frontend.config
+    if not config.trust_request_chat_template:
+        for name, asked in (("chat_template", request.chat_template), ("chat_template_kwargs", given.get("chat_template"))):
+            if asked is not None:
+                raise UserError(
+                    f"{name}: templates of requests are not trusted here; start the server with --trust-request-chat-template",
+                    param=name,
+                )
+    if reserved := sorted(RESERVED_ARGUMENTS & set(given)):
+        raise UserError(f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
+    arguments = {**config.default_chat_template_kwargs, **given}
+    if reasoning_effort is not None:
+        arguments["reasoning_effort"] = reasoning_effort
+        arguments.setdefault("enable_thinking", reasoning_effort != "none")
+    return arguments
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise UserError(f"messages[{index}] needs a role", param="messages")
