@@ -45,7 +45,10 @@ class OverloadedError(HalfbyteError):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a combination cannot work, and what to do instead: "nvfp4 KV needs head_dim % 16 == 0, got 72" / "use --kv-cache-dtype fp8"."""
+    """Why a combination cannot work, and what to do instead.
+
+    Such as "nvfp4 KV needs head_dim % 16 == 0, got 72" and "use --kv-cache-dtype fp8".
+    """
 
     reason: str
     fix: str
