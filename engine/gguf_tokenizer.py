@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from halfbyte.engine.tokenizer import SPM_SPACE, Tokenizer
-from halfbyte.errors import ModelFileError, Refusal, UnsupportedError
+from halfbyte.errors import HalfbyteError, ModelFileError, Refusal, UnsupportedError
 from halfbyte.model_runner.catalogue import cache_folder
 from halfbyte.model_runner.gguf import GGUFFile
 
@@ -120,7 +120,7 @@ class _Vocabulary:
         try:
             backend = self._build()
             self._add_whole_tokens(backend)
-        except ModelFileError:
+        except HalfbyteError:
             raise
         except Exception as error:  # the library raises plain Exception for whatever it cannot use
             raise self.fail(f"its vocabulary cannot be used: {' '.join(str(error).split())[:300]}") from None
@@ -155,8 +155,8 @@ class _Vocabulary:
         merges = self._metadata.get("tokenizer.ggml.merges")
         if not isinstance(merges, list):
             raise self.fail("tokenizer.ggml.merges is missing, which a byte-level vocabulary needs")
-        pairs = [(merge[: (cut := merge.find(" ", 1))], merge[cut + 1 :]) for merge in merges]
         vocabulary = {token: i for i, token in enumerate(self.tokens) if self.kinds[i] != _UNUSED}
+        pairs = [self._merge(merge, vocabulary) for merge in merges]
         backend = Backend(BPE(vocabulary, pairs, fuse_unk=False, ignore_merges=pre.ignore_merges))
         if pre.nfc:
             backend.normalizer = normalizers.NFC()
@@ -169,6 +169,13 @@ class _Vocabulary:
             backend.pre_tokenizer = byte_level
         backend.decoder = decoders.ByteLevel()
         return backend
+
+    def _merge(self, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+        """Both halves of "left right". They and the token they make must exist: the library does not bear it otherwise."""
+        left, _, right = merge.partition(" ")
+        if left in vocabulary and right in vocabulary and left + right in vocabulary:
+            return left, right
+        raise self.fail(f"tokenizer.ggml.merges holds {merge[:100]!r}, which does not make one token of two")
 
     def sentencepiece(self) -> Backend:
         spelled = [SPM_SPACE * len(token) if _is_space_run(token) else token for token in self.tokens]

@@ -151,7 +151,9 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         raise ModelFileError(f"{path} is missing{hint}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for whatever is wrong with the file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # for a wrong file the library raises plain Exception, or panics, which is a BaseException
         raise ModelFileError(f"{path} cannot be used: {' '.join(str(error).split())[:300]}") from None
     config_path = folder / "tokenizer_config.json"
     config = read_optional_json(config_path)
