@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from halfbyte.errors import ModelFileError
+from halfbyte.errors import ModelFileError, UserError
 from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json
 
 SPM_SPACE = "\u2581"
@@ -63,8 +63,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, allow_special: bool = True) -> list[int]:
         """The ids of `text`. add_special_tokens: with the model's beginning (and end) of text.
 
-        allow_special=False reads the spelling of a special token in `text` as ordinary characters.
+        allow_special=False reads the spelling of a special token in `text` as ordinary characters. UserError for a string that
+        is no Unicode text: JSON can carry half of a surrogate pair.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
         backend = self._backend if allow_special else self._without_special()
         if self._affixes is None:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)

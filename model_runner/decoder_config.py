@@ -116,7 +116,10 @@ def config_from_files(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
     if files.kind == "gguf":
         from halfbyte.model_runner.gguf_config import config_values
 
-        values = _with_overrides(config_values(files.path), overrides, ())
+        stored = config_values(files.path)
+        known = (*stored, *_ROPE_OVERRIDES)
+        _refuse_unknown([key for key in overrides if key not in known], stored["architectures"][0])
+        values = _with_overrides(stored, overrides)
         return _Reader(str(files.path), values).config(token_id_list(values.get("eos_token_id")))
     path = files.path / "config.json"
     values = _fill_defaults(path, read_json(path), overrides)
@@ -129,7 +132,7 @@ def config_from_files(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
 
 def _fill_defaults(path: Path, raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`config.json` with the defaults that transformers gives this architecture. No code of the model is ever run."""
-    merged = _with_overrides(raw, overrides, None)
+    merged = _with_overrides(raw, overrides)
     architecture = _architecture(path, merged)
     for key in ("quantization_config", "compression_config"):
         if merged.get(key):
@@ -137,19 +140,21 @@ def _fill_defaults(path: Path, raw: dict[str, Any], overrides: Mapping[str, Any]
             raise UnsupportedError(
                 Refusal(f"{path}: weights quantised as {method!r} cannot be loaded", "use an unquantised checkpoint")
             )
+    kinds = merged.get("layer_types")
+    if _FAMILIES[architecture].windows == "all" and isinstance(kinds, list) and len(set(map(str, kinds))) > 1:
+        raise UnsupportedError(Refusal(f"{path}: {architecture} with layers of different types is not supported", ""))
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    config_class = CONFIG_MAPPING[_FAMILIES[architecture].model_type]
+    known = {*raw, *config_class().to_dict(), *_ROPE_OVERRIDES, "torch_dtype"} if overrides else set(merged)
+    _refuse_unknown([key for key in overrides if key not in known], architecture)
     given = {key: value for key, value in merged.items() if key not in ("model_type", "auto_map", "trust_remote_code")}
     try:
-        filled: dict[str, Any] = CONFIG_MAPPING[_FAMILIES[architecture].model_type](**given).to_dict()
+        filled: dict[str, Any] = config_class(**given).to_dict()
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ModelFileError(f"{path} is not a valid configuration: {' '.join(str(error).split())[:300]}") from None
-    unknown = [key for key in overrides if key not in raw and key not in filled and key not in (*_ROPE_OVERRIDES, "torch_dtype")]
-    _refuse_unknown(unknown, architecture)
     filled["architectures"] = [architecture]
-    if isinstance(raw.get("layer_types"), list) and _FAMILIES[architecture].windows == "all" and len(set(raw["layer_types"])) > 1:
-        raise UnsupportedError(Refusal(f"{path}: {architecture} with different layer types is not supported", ""))
     return filled
 
 
@@ -175,13 +180,8 @@ def _refuse_unknown(unknown: list[str], architecture: str) -> None:
         raise UserError(f"hf_overrides: the configuration of {architecture} has no {', '.join(unknown)}", param="hf_overrides")
 
 
-def _with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], extra: tuple[str, ...] | None) -> dict[str, Any]:
-    """`raw` with `overrides` on top; objects are merged. Both spellings of rotary settings reach the one that is in force.
-
-    extra: None when unknown keys are checked later, else keys that are allowed beside those of `raw`.
-    """
-    if extra is not None:
-        _refuse_unknown([k for k in overrides if k not in raw and k not in (*_ROPE_OVERRIDES, *extra)], raw["architectures"][0])
+def _with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`raw` with `overrides` on top; objects are merged. Both spellings of rotary settings reach the one that is in force."""
     merged = _merge(raw, {key: value for key, value in overrides.items() if key not in _ROPE_OVERRIDES})
     current = raw.get("rope_parameters")
     if not isinstance(current, dict):
@@ -323,7 +323,9 @@ class _Reader:
         full, sliding = self.rope(parameters["full_attention"]), parameters.get("sliding_attention")
         return full, None if sliding is None else self.rope(sliding)
 
-    def rope(self, parameters: Mapping[str, Any]) -> RopeConfig:
+    def rope(self, parameters: Any) -> RopeConfig:
+        if not isinstance(parameters, Mapping):
+            raise self.fail(f"rope_parameters must hold objects, got {parameters!r}")
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind not in _ROPE_TYPES:
             raise self.refuse(f"rotary scaling {kind!r} is not supported", f"supported are {', '.join(_ROPE_TYPES)}")

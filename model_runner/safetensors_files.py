@@ -12,7 +12,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from halfbyte.errors import ModelFileError
 from halfbyte.model_runner.source import read_json
@@ -147,7 +147,7 @@ def _tensor(path: Path, name: str, entry: Any) -> StoredTensor:
     return StoredTensor(dtype, tuple(shape), offsets[0], offsets[1])
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -57,15 +58,20 @@ class ModelFiles:
 
 
 def locate(
-    model: str, *, revision: str | None = None, download_dir: str | Path | None = None, hf_token: str | None = None
+    model: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    hf_token: str | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> ModelFiles:
     """Find `model`, downloading it where its name says so. One line says what was tried when nothing is found.
 
-    revision, hf_token: for hub ids. download_dir: where downloads go instead of the user's caches.
+    revision, hf_token: for hub ids. download_dir: where downloads go instead of the user's caches. report: see `fetch`.
     """
     path = Path(model).expanduser()
     if model in CATALOGUE and not path.exists():
-        return ModelFiles(model, "gguf", fetch(model, folder=download_dir))
+        return ModelFiles(model, "gguf", fetch(model, folder=download_dir, report=report))
     if path.is_dir():
         return _from_folder(model, path)
     if path.suffix.lower() == ".gguf":

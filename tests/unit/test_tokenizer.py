@@ -20,7 +20,7 @@ import tokenizers
 
 from halfbyte.engine import gguf_tokenizer
 from halfbyte.engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_folder
-from halfbyte.errors import ModelFileError, UnsupportedError
+from halfbyte.errors import ModelFileError, UnsupportedError, UserError
 from halfbyte.model_runner.source import ModelFiles, locate
 
 EXPECTED = json.loads((Path(__file__).parent / "tokenizer_ids.json").read_text())
@@ -170,6 +170,12 @@ def test_loading_imports_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_half_a_surrogate_pair_is_the_users_mistake(real: dict[str, Tokenizer]) -> None:
+    for tokenizer in real.values():
+        with pytest.raises(UserError, match="character 1 is half"):
+            tokenizer.encode("a\ud800b")
 
 
 # Byte-level vocabularies
