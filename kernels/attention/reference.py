@@ -107,7 +107,8 @@ def _pieces(metadata: AttentionMetadata, window: int | None) -> list[Piece]:
     row = 0
     for request, (query_len, seq_len) in enumerate(zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)):
         first = seq_len - query_len
-        step = max(1, min(query_len, MAX_TILE_SCORES // max(seq_len, 1)))
+        context = seq_len if window is None else min(seq_len, window + query_len)
+        step = max(1, min(query_len, MAX_TILE_SCORES // max(context, 1)))
         for done in range(0, query_len, step):
             num_queries = min(step, query_len - done)
             position = first + done

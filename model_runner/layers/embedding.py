@@ -7,6 +7,7 @@ Shape letters: T tokens, N rows that want logits, E hidden, V vocab.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         x_TE = F.embedding(token_ids_T, self.weight)
-        return x_TE if self.scale == 1.0 else x_TE * x_TE.new_tensor(self.scale)
+        return x_TE if self.scale == 1.0 else x_TE * float(torch.tensor(self.scale, dtype=x_TE.dtype))
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Scores of every token, float32; the multiplication runs in the model's dtype."""

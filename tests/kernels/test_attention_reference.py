@@ -206,7 +206,7 @@ def test_chunked_prefill_equals_whole(name: str, chunk: int) -> None:
     spec, length = SPECS[name], 45
     (whole,) = Batch(spec, [length]).step([(0, length, length)])
     batch = Batch(spec, [length])
-    chunks = []
+    chunks: list[Tensor] = []
     for end in [*range(chunk, length, chunk), length]:
         done = sum(map(len, chunks))
         batch.slide(0, done)
@@ -226,6 +226,22 @@ def test_a_neighbour_with_nan_keeps_it_to_itself() -> None:
     assert bad.isnan().all()
     for request, got in ((0, first), (2, last)):
         torch.testing.assert_close(got.double(), batch.expected(request, 1, 21), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["window5", "window8"])
+def test_what_left_the_window_is_not_read_though_its_block_stays(name: str) -> None:
+    spec = SPECS[name]
+    assert spec.sliding_window is not None
+    batch = Batch(spec, [n for _, n in RAGGED])
+    lens = [(i, query_len, seq_len) for i, (query_len, seq_len) in enumerate(RAGGED)]
+    for request, query_len, seq_len in lens:
+        num_computed = seq_len - query_len
+        batch.fill(request, num_computed)
+        gone = batch.slots(request, 0, max(0, num_computed - spec.sliding_window + 1))
+        for plane in batch.cache.planes.values():
+            plane[gone // BLOCK_SIZE, :, gone % BLOCK_SIZE] = torch.nan
+    for got, row in zip(batch.step(lens), lens, strict=True):
+        torch.testing.assert_close(got.double(), batch.expected(*row), rtol=1e-5, atol=1e-5)
 
 
 def test_queries_of_model_dtype_come_back_in_it() -> None:

@@ -30,9 +30,11 @@ class Row:
 
 
 class PagedModel:
-    """Requests are named by the caller; each step feeds some of them more tokens."""
+    """Requests are named by the caller; each step feeds some of them more tokens. The cache holds `num_tokens` of all."""
 
-    def __init__(self, model: Model, *, kv_format: str = "float32", block_size: int = 4, num_blocks: int = 512) -> None:
+    def __init__(
+        self, model: Model, *, kv_format: str = "float32", block_size: int = 4, num_tokens: int = 1024, num_requests: int = 16
+    ) -> None:
         self.model = model
         self.block_size = block_size
         specs = [
@@ -47,6 +49,7 @@ class PagedModel:
             for s in model.attention_specs()
         ]
         self.layout = make_layout(specs, lambda spec: sum(p.bytes for p in get_format(spec.format).planes(spec)))
+        num_blocks = 1 + len(self.layout.groups) * (num_tokens // block_size + num_requests)
         tensors = KVTensors(self.layout, num_blocks, "cpu")
         self.caches = [tensors.layer(i) for i in range(len(specs))]
         self.free = list(range(1, num_blocks))

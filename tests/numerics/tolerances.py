@@ -15,6 +15,7 @@ TOLERANCES: dict[str, float] = {
     # Root mean square distance to the same weights in float32 arithmetic, ours over transformers': we round less often, so it
     # is below 1 but for chance. Seen: 0.99.
     "bf16_rounding_of_transformers": 1.05,
-    # Real depth (18 to 30 layers) and real activations in float32. Seen: SEEN_REAL.
-    "real_model_fp32": 1e-3,
+    # 18 to 30 layers and real activations in float32. Seen: 0 for short prompts (every sum has the same order), 1.1e-6 where
+    # the scores of a long one are cut into tiles.
+    "real_model_fp32": 1e-5,
 }
