@@ -1,0 +1,348 @@
+"""Which tokens of which requests are computed in the next step, and what becomes of a step's tokens.
+
+There is no prefill or decode phase: a request has known tokens and computed tokens, and each step spends one token budget,
+on running requests first, then on waiting ones in the order of their rank. When blocks run out, the request that would be
+served last gives its blocks back and is recomputed later. Knows counts, token ids and the KV cache manager; knows no device,
+text or socket. Called by the engine core from one thread: `schedule`, then `update` with what the runner made of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from halfbyte.config import SchedulerConfig
+from halfbyte.engine.request import Request, RequestStatus, WaitingQueue
+from halfbyte.kvcache.manager import KVCacheManager
+from halfbyte.kvcache.prefix_hash import extend_hashes
+from halfbyte.types import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    GrownRow,
+    ModelRunnerOutput,
+    NewRow,
+    SchedulerOutput,
+    SchedulerStats,
+    TokenLogprobs,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is put together. `has_victims`: a request was preempted in it, so that none is admitted."""
+
+    budget: int
+    new_rows: list[NewRow] = field(default_factory=list)
+    grown_rows: dict[str, GrownRow] = field(default_factory=dict)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    preempted_ids: list[str] = field(default_factory=list)
+    has_victims: bool = False
+
+
+class Scheduler:
+    """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason."""
+
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, *, max_model_len: int) -> None:
+        self.config = config
+        self.manager = manager
+        self.max_model_len = max_model_len
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._isolated: deque[Request] = deque()
+        self._finished_ids: list[str] = []
+        self._preempted_ids: list[str] = []
+        self._num_added = 0
+        self._stats = SchedulerStats()
+        # The last token of a request is delivered, never computed: hence one more than what fits.
+        self._max_len = min(max_model_len, manager.max_request_tokens + 1)
+        if not config.enable_chunked_prefill:
+            self._max_len = min(self._max_len, config.max_num_batched_tokens + 1)
+
+    def add(self, source: EngineRequest) -> EngineOutput | None:
+        """Queue a request; one that could never run is refused at once: then its only output is returned."""
+        assert source.request_id not in self._requests, "request ids are unique"
+        if error := self._refuse(len(source.prompt_token_ids)):
+            return _failed(source.request_id, error)
+        self._num_added += 1
+        by_priority = self.config.policy == "priority"
+        request = Request(
+            source=source,
+            rank=(source.priority, source.arrival_s, self._num_added) if by_priority else (0, 0.0, self._num_added),
+            token_ids=list(source.prompt_token_ids),
+            stop_token_ids=source.stop_token_ids,
+        )
+        self._extend_hashes(request)
+        self._requests[request.request_id] = request
+        self.waiting.push(request)
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """End requests in whatever state; ids that are unknown or already ended are ignored."""
+        return [self._end(request, _report(request, [], finish_reason="abort")) for request in self._live(request_ids)]
+
+    def fail(self, request_ids: Iterable[str], error: str) -> list[EngineOutput]:
+        """End requests with an error that is safe to show to the client. Nothing of their KV stays matchable."""
+        requests = self._live(request_ids)
+        for request in requests:
+            self.manager.forget(request)
+        return [self._end(request, _failed(request.request_id, error)) for request in requests]
+
+    def isolate(self, request_ids: Iterable[str]) -> None:
+        """A step with these requests raised: compute each again from its start, alone in its steps until it has a token.
+
+        The runner is told to release their rows, which it may not have (the step may have failed before they entered).
+        """
+        for request in self._live(request_ids):
+            if request.status is RequestStatus.RUNNING:
+                self._requeue(request)
+                self._preempted_ids.append(request.request_id)
+                self._isolated.append(request)
+
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def stats(self) -> SchedulerStats:
+        """Gauges as of now, counters since the last call."""
+        stats, self._stats = self._stats, SchedulerStats()
+        stats.num_running, stats.num_waiting = len(self.running), len(self.waiting)
+        stats.kv_cache_usage = self.manager.usage
+        return stats
+
+    def schedule(self) -> SchedulerOutput:
+        """Put the next step together. Costs O(running requests), whatever their lengths."""
+        step = _Step(self.config.max_num_batched_tokens, preempted_ids=self._preempted_ids)
+        while self._isolated and self._isolated[0].status is RequestStatus.FINISHED:
+            self._isolated.popleft()
+        if self._isolated:
+            self._schedule_alone(step, self._isolated[0])
+        else:
+            self._schedule_running(step)
+            if not step.has_victims:
+                self._schedule_waiting(step)
+        output = SchedulerOutput(
+            new_rows=step.new_rows,
+            grown_rows=list(step.grown_rows.values()),
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            finished_request_ids=self._finished_ids,
+            preempted_request_ids=step.preempted_ids,
+        )
+        self._finished_ids, self._preempted_ids = [], []
+        self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
+        return output
+
+    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
+        """Take a step's tokens: append them, end what is done, publish full blocks. One output per request with news."""
+        assert output.request_ids == list(scheduled.num_scheduled_tokens), "the runner answers for the batch, in its order"
+        outputs = []
+        for request_id, tokens, logprobs in zip(output.request_ids, output.token_ids, output.logprobs, strict=True):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue  # aborted while it was computed
+            if request_id in output.bad_rows:
+                outputs += self.fail([request_id], "the model computed non-finite logits for this request")
+                continue
+            request.num_computed_tokens += scheduled.num_scheduled_tokens[request_id]
+            if not request.num_output_tokens:
+                request.prompt_logprobs += output.prompt_logprobs.get(request_id, ())
+            if news := self._append(request, tokens, logprobs):
+                outputs.append(news)
+            self._extend_hashes(request)
+            self.manager.publish(request, request.num_computed_tokens)
+            if news and news.finish_reason:
+                self._end(request, news)
+        return outputs
+
+    def _live(self, request_ids: Iterable[str]) -> list[Request]:
+        return [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests]
+
+    def _refuse(self, num_prompt_tokens: int) -> str | None:
+        """Why a prompt of this length can never run, with the numbers; None when it can."""
+        if num_prompt_tokens < 1:
+            return "the prompt is empty; at least one token is needed"
+        if num_prompt_tokens < self._max_len:
+            return None
+        if num_prompt_tokens >= self.max_model_len:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, and at least one output token must fit into"
+                f" max_model_len={self.max_model_len}; shorten the prompt"
+            )
+        if not self.manager.can_ever_fit(num_prompt_tokens):
+            return (
+                f"the prompt of {num_prompt_tokens} tokens needs {self.manager.blocks_needed(num_prompt_tokens)} KV blocks,"
+                f" the cache has {self.manager.pool.num_blocks - 1} (at most {self.manager.max_request_tokens} tokens per"
+                f" request); shorten the prompt or raise --kv-cache-memory-bytes"
+            )
+        return (
+            f"the prompt has {num_prompt_tokens} tokens, and without chunked prefill one step must hold it:"
+            f" --max-num-batched-tokens is {self.config.max_num_batched_tokens}"
+        )
+
+    def _schedule_running(self, step: _Step) -> None:
+        for request in tuple(self.running):
+            if step.budget == 0:
+                break
+            if request.status is RequestStatus.RUNNING:  # not preempted by one before it
+                self._grow(step, request)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        """Admit in order of rank; the first that does not fit holds the others back, or it would never fit."""
+        while step.budget and self.waiting and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.first()
+            if not (self.manager.may_fit(request) and self._admit(step, request)):
+                break
+
+    def _schedule_alone(self, step: _Step, request: Request) -> None:
+        """A step for one suspect; others give way when it needs their blocks."""
+        if request.status is RequestStatus.RUNNING:
+            self._grow(step, request)
+            return
+        while not self._admit(step, request):
+            self._preempt(step, max(self.running, key=_rank))
+
+    def _num_tokens(self, step: _Step, num_open_tokens: int) -> int:
+        """How many of a request's tokens that are not computed yet go into this step."""
+        threshold = self.config.long_prefill_token_threshold
+        if threshold and self.config.enable_chunked_prefill and len(self._requests) > 1:
+            num_open_tokens = min(num_open_tokens, threshold)
+        return min(num_open_tokens, step.budget)
+
+    def _grow(self, step: _Step, request: Request) -> None:
+        """Schedule a running request, at the cost of those of the highest rank, which may be itself."""
+        num_tokens = self._num_tokens(step, len(request.token_ids) - request.num_computed_tokens)
+        while (blocks := self.manager.allocate(request, num_tokens)) is None:
+            victim = max(self.running, key=_rank)
+            self._preempt(step, victim)
+            if victim is request:
+                return
+        step.budget -= num_tokens
+        step.num_scheduled_tokens[request.request_id] = num_tokens
+        step.grown_rows[request.request_id] = GrownRow(request.request_id, request.num_computed_tokens, blocks)
+
+    def _admit(self, step: _Step, request: Request) -> bool:
+        """Schedule a waiting request. False, and nothing changed, when all that is known of it does not fit now."""
+        match = self.manager.match_prefix(request)
+        num_open_tokens = len(request.token_ids) - match.num_tokens
+        if not self.config.enable_chunked_prefill and num_open_tokens > step.budget:
+            return False
+        num_tokens = self._num_tokens(step, num_open_tokens)
+        blocks = self.manager.allocate(request, num_tokens, match)
+        if blocks is None:
+            return False
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = match.num_tokens
+        if request.scheduled_s is None:
+            request.scheduled_s = time.monotonic()
+            request.num_cached_tokens = match.num_tokens
+            if self.manager.enable_prefix_caching and not request.skip_prefix_cache:
+                self._stats.prefix_cache_queries_tokens += len(request.token_ids)
+                self._stats.prefix_cache_hits_tokens += match.num_tokens
+        step.budget -= num_tokens
+        step.num_scheduled_tokens[request.request_id] = num_tokens
+        step.new_rows.append(
+            NewRow(
+                request_id=request.request_id,
+                token_ids=list(request.token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed_tokens=match.num_tokens,
+                block_ids=blocks,
+                sampling=request.source.sampling,
+                stop_token_ids=request.stop_token_ids,
+                bad_words_token_ids=request.source.bad_words_token_ids,
+            )
+        )
+        return True
+
+    def _preempt(self, step: _Step, victim: Request) -> None:
+        """Take a running request out of the step and out of the cache; its full blocks stay matchable while they last."""
+        self._requeue(victim)
+        victim.num_preemptions += 1
+        self._stats.num_preemptions += 1
+        step.budget += step.num_scheduled_tokens.pop(victim.request_id, 0)
+        step.grown_rows.pop(victim.request_id, None)
+        step.preempted_ids.append(victim.request_id)
+        step.has_victims = True
+
+    def _requeue(self, request: Request) -> None:
+        self.manager.free(request)
+        self.running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.prompt_logprobs.clear()  # not delivered yet: they come again
+        self.waiting.push(request)
+
+    def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput | None:
+        """Append sampled tokens up to the first that ends the request; None when there were none."""
+        if not tokens:
+            return None
+        is_first = not request.num_output_tokens
+        finish_reason, stop_token_id, count = None, None, 0
+        while count < len(tokens) and finish_reason is None:
+            request.token_ids.append(tokens[count])
+            finish_reason, stop_token_id = self._stop(request)
+            count += 1
+        news = _report(request, tokens[:count], finish_reason=finish_reason)
+        news.stop_token_id = stop_token_id
+        news.logprobs = None if logprobs is None else logprobs[:count]
+        if is_first and request.source.sampling.prompt_logprobs is not None:
+            news.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+        if self._isolated and request in self._isolated:
+            self._isolated.remove(request)
+        return news
+
+    def _stop(self, request: Request) -> tuple[FinishReason | None, int | None]:
+        """Whether the last token ends the request: (finish reason, the user's stop token). EOS is nobody's stop token."""
+        source, token = request.source, request.token_ids[-1]
+        if token in request.stop_token_ids and request.num_output_tokens >= source.sampling.min_tokens:
+            is_eos = token in source.eos_token_ids and not source.sampling.ignore_eos
+            return "stop", None if is_eos else token
+        if request.num_output_tokens >= source.max_tokens or len(request.token_ids) >= self._max_len:
+            return "length", None
+        return None, None
+
+    def _extend_hashes(self, request: Request) -> None:
+        if self.manager.enable_prefix_caching:
+            extend_hashes(request.block_hashes, request.token_ids, self.manager.block_size, request.cache_salt)
+
+    def _end(self, request: Request, last: EngineOutput) -> EngineOutput:
+        """Release all that a request holds; its row is released by the runner in the next step."""
+        self.manager.free(request)
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._finished_ids.append(request.request_id)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.request_id]
+        return last
+
+
+def _rank(request: Request) -> tuple[int, float, int]:
+    return request.rank
+
+
+def _report(request: Request, token_ids: list[int], finish_reason: FinishReason | None) -> EngineOutput:
+    """An output for one request; its first one says when it was first scheduled."""
+    scheduled_s = None if request.was_reported else request.scheduled_s
+    request.was_reported = True
+    return EngineOutput(
+        request_id=request.request_id,
+        new_token_ids=token_ids,
+        finish_reason=finish_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        scheduled_s=scheduled_s,
+    )
+
+
+def _failed(request_id: str, error: str) -> EngineOutput:
+    log.warning("request %s failed: %s", request_id, error)
+    return EngineOutput.failed(request_id, error)

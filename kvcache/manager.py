@@ -1,0 +1,273 @@
+"""Block tables of all requests, over all KV groups: what a request holds, what it can share, whether it fits.
+
+Knows layouts, token counts and prefix hashes; knows no scheduling policy, no memory and no torch. The scheduler calls it for
+each request that it schedules, from one thread. Blocks of the cache are immutable: a request writes only blocks that it
+alone owns and that nobody can match, and a match always leaves at least one token to compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from halfbyte.kvcache.block_pool import NULL_BLOCK, BlockPool
+from halfbyte.kvcache.sizing import UNBOUNDED_TOKENS, blocks_for_group, blocks_for_request, longest_request
+from halfbyte.kvcache.spec import KVLayout
+
+
+class CacheUser(Protocol):
+    """What the manager reads of a request. `block_hashes` covers at least the full blocks of its computed tokens."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    cache_salt: str | None
+    block_hashes: list[bytes]
+
+    @property
+    def skip_prefix_cache(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """Tokens whose KV is cached, and their blocks, one list per group, null where a sliding window needs none."""
+
+    num_tokens: int
+    block_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What one request holds. tables: per group, one entry per block of the sequence, null where it slid out of the window.
+
+    num_dropped: per group, leading entries that are null. num_published: leading blocks that need no publishing any more.
+    reserve: blocks that its known tokens will still need, spoken for when it was admitted.
+    """
+
+    user: CacheUser
+    tables: list[list[int]]
+    num_dropped: list[int]
+    num_published: int
+    known_tokens: int
+    reserve: int = field(default=0)
+
+
+class KVCacheManager:
+    """One pool, one table per request and group. Every group's table has the same length."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, *, enable_prefix_caching: bool, max_num_batched_tokens: int) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks, enable_prefix_caching)
+        self._max_batched = max_num_batched_tokens
+        self._windows = [group.spec.sliding_window for group in layout.groups]
+        self._holdings: dict[str, _Holding] = {}
+        self._reserved = 0
+        self._reserve_returns = 0
+        self._short: tuple[str, int] | None = None
+        self.max_request_tokens = longest_request(layout, num_blocks, max_num_batched_tokens, UNBOUNDED_TOKENS)
+
+    @property
+    def usage(self) -> float:
+        """The part of the blocks that requests hold, 0 to 1; 0 when idle, whatever is cached."""
+        return self.pool.usage
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """The most blocks that a request of so many tokens ever holds at once."""
+        return blocks_for_request(self.layout, num_tokens, self._max_batched)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a request of so many computed tokens fits when it is alone."""
+        return num_tokens <= self.max_request_tokens
+
+    def match_prefix(self, user: CacheUser) -> PrefixMatch:
+        """The longest cached prefix that all groups can serve, in full blocks, short of the last token."""
+        if not self.enable_prefix_caching or user.skip_prefix_cache:
+            return PrefixMatch(0, [[] for _ in self._windows])
+        hashes = user.block_hashes
+        length = min(len(hashes), (len(user.token_ids) - 1) // self.block_size)
+        longest = -1
+        while length != longest:  # a hole in one window shortens the match for all, which moves the other windows
+            longest = length
+            for group, window in enumerate(self._windows):
+                length = self._match_group(group, window, hashes, length)
+        block_ids = []
+        for group, window in enumerate(self._windows):
+            num_null = 0 if window is None else self._out_of_window(length * self.block_size, window)
+            hits = [self.pool.match((group, key)) for key in hashes[num_null:length]]
+            block_ids.append([NULL_BLOCK] * num_null + [block for block in hits if block is not None])
+            assert len(block_ids[-1]) == length
+        return PrefixMatch(length * self.block_size, block_ids)
+
+    def may_fit(self, user: CacheUser) -> bool:
+        """False while another attempt to admit this request is pointless: fewer blocks became free or cached since it fell
+        short than it was short of. O(1), so that a long prompt at the head of the queue costs nothing per step. May be
+        pessimistic about prefixes with holes in them, but not longer than until the running requests have ended."""
+        return self._short is None or self._short[0] != user.request_id or self._gains() >= self._short[1]
+
+    def allocate(self, user: CacheUser, num_new_tokens: int, match: PrefixMatch | None = None) -> list[list[int]] | None:
+        """Give the request blocks for its next `num_new_tokens` tokens; returns the new block ids, one list per group.
+
+        A request that holds nothing yet gets its whole table (`match`, then new blocks), provided that all tokens known of it
+        fit besides what was promised to others. None: too few free blocks, nothing changed except that blocks that slid out
+        of a window were released.
+        """
+        holding = self._holdings.get(user.request_id)
+        if holding is None:
+            return self._admit(user, num_new_tokens, match or PrefixMatch(0, [[] for _ in self._windows]))
+        assert match is None, "a prefix is matched before a request holds blocks"
+        self._drop_out_of_window(holding)
+        num_tokens = user.num_computed_tokens + num_new_tokens
+        grow = max(0, -(-num_tokens // self.block_size) - len(holding.tables[0]))
+        wanted = grow * len(holding.tables)
+        if wanted > self.pool.num_free:
+            return None
+        self._use_reserve(holding, wanted, num_tokens)
+        if not grow:
+            return [[] for _ in holding.tables]
+        blocks = self.pool.allocate(wanted)
+        new = [blocks[group * grow : (group + 1) * grow] for group in range(len(holding.tables))]
+        for table, ids in zip(holding.tables, new, strict=True):
+            table += ids
+        return new
+
+    def publish(self, user: CacheUser, num_computed_tokens: int) -> None:
+        """Make the full blocks of the first `num_computed_tokens` tokens, whose KV is written, matchable."""
+        if not self.enable_prefix_caching:
+            return
+        holding = self._holdings[user.request_id]
+        for index in range(holding.num_published, num_computed_tokens // self.block_size):
+            for group, table in enumerate(holding.tables):
+                if table[index] != NULL_BLOCK:
+                    self.pool.publish(table[index], (group, user.block_hashes[index]))
+            holding.num_published = index + 1
+
+    def free(self, user: CacheUser) -> None:
+        """Take everything from the request; what is published stays matchable until its blocks are needed."""
+        holding = self._holdings.pop(user.request_id, None)
+        if self._short is not None and self._short[0] == user.request_id:
+            self._short = None
+        if holding is None:
+            return
+        self._return_reserve(holding)
+        for index in reversed(range(len(holding.tables[0]))):
+            self.pool.release(table[index] for table in holding.tables)
+
+    def forget(self, user: CacheUser) -> None:
+        """Make nothing of this request's content matchable any more: it may be wrong (non-finite)."""
+        for key in user.block_hashes:
+            for group in range(len(self._windows)):
+                self.pool.unpublish((group, key))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; only possible, and then True, while no request holds blocks."""
+        return self.pool.reset_cache()
+
+    def check(self) -> None:
+        """Verify every invariant of the pool, the tables and what they share; for tests."""
+        self.pool.check()
+        owners: Counter[int] = Counter()
+        writable: set[int] = set()
+        for holding in self._holdings.values():
+            assert len({len(table) for table in holding.tables}) == 1, "tables of all groups have one length"
+            for group, table in enumerate(holding.tables):
+                dropped = holding.num_dropped[group]
+                assert not any(table[:dropped]) and all(table[dropped:]), "null blocks lead, real blocks follow"
+                assert self._windows[group] is not None or dropped == 0, "full attention drops nothing"
+                owners.update(table[dropped:])
+                writable.update(table[max(dropped, holding.num_published) :])
+                for index in range(dropped, len(table)):
+                    key = self.pool.key_of(table[index])
+                    assert key is None or key == (group, holding.user.block_hashes[index]), "a cached block holds this prefix"
+        assert all(owners[block] == self.pool.num_references(block) for block in range(1, self.pool.num_blocks)), "no block leaks"
+        for block in writable:
+            assert owners[block] == 1 and self.pool.key_of(block) is None, "a writable block has one owner and no key"
+        assert self._reserved == sum(h.reserve for h in self._holdings.values()) and self._reserved >= 0
+
+    def _admit(self, user: CacheUser, num_new_tokens: int, match: PrefixMatch) -> list[list[int]] | None:
+        known_tokens = len(user.token_ids)
+        num_matched = match.num_tokens // self.block_size
+        length = -(-(match.num_tokens + num_new_tokens) // self.block_size)
+        grow = length - num_matched
+        num_dropped = [table.count(NULL_BLOCK) for table in match.block_ids]
+        live_hits = sum(self.pool.num_references(b) > 0 for table in match.block_ids for b in table)
+        needs = self._blocks_from(num_dropped, known_tokens) - live_hits
+        if needs + self._reserved > self.pool.num_free:
+            self._short = (user.request_id, self._gains() + needs + self._reserved - self.pool.num_free)
+            return None
+        free_before = self.pool.num_free
+        for table in match.block_ids:
+            self.pool.touch(table)
+        blocks = iter(self.pool.allocate(grow * len(self._windows)))
+        tables = [table + [next(blocks) for _ in range(grow)] for table in match.block_ids]
+        holding = _Holding(user, tables, num_dropped, num_matched, known_tokens, reserve=needs)
+        self._holdings[user.request_id] = holding
+        self._reserved += needs
+        self._use_reserve(holding, free_before - self.pool.num_free, match.num_tokens + num_new_tokens)
+        return [list(table) for table in tables]
+
+    def _blocks_from(self, num_dropped: list[int], num_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at once, whose first blocks need not be held in some groups."""
+        total = -(-num_tokens // self.block_size)
+        return sum(
+            min(total - dropped, blocks_for_group(group, num_tokens, self._max_batched))
+            for group, dropped in zip(self.layout.groups, num_dropped, strict=True)
+        )
+
+    def _gains(self) -> int:
+        """Grows by at least one with each block that an admission can find in addition."""
+        return self.pool.num_releases + self.pool.num_publications + self._reserve_returns
+
+    def _use_reserve(self, holding: _Holding, taken: int, num_tokens: int) -> None:
+        """The request took blocks for its first `num_tokens` tokens: so many fewer are promised, none when all are there."""
+        used = min(taken, holding.reserve)
+        holding.reserve -= used
+        self._reserved -= used
+        if num_tokens >= holding.known_tokens:
+            self._return_reserve(holding)
+
+    def _return_reserve(self, holding: _Holding) -> None:
+        self._reserved -= holding.reserve
+        self._reserve_returns += holding.reserve
+        holding.reserve = 0
+
+    def _match_group(self, group: int, window: int | None, hashes: list[bytes], limit: int) -> int:
+        """The longest prefix of at most `limit` blocks that this group can serve."""
+        if window is None:
+            return next((i for i in range(limit) if self.pool.match((group, hashes[i])) is None), limit)
+        end = limit
+        while end > 0:
+            start = self._out_of_window(end * self.block_size, window)
+            hole = next((i for i in range(start, end) if self.pool.match((group, hashes[i])) is None), None)
+            if hole is None:
+                break
+            end = hole  # each longer candidate needs the hole, too
+        return end
+
+    def _out_of_window(self, num_computed_tokens: int, window: int) -> int:
+        """Leading blocks that no token from position `num_computed_tokens` on attends to."""
+        return max(0, num_computed_tokens - window + 1) // self.block_size
+
+    def _drop_out_of_window(self, holding: _Holding) -> None:
+        """Replace blocks that slid out of their group's window by the null block, and release them, the last first."""
+        for group, window in enumerate(self._windows):
+            if window is None:
+                continue
+            table, first = holding.tables[group], holding.num_dropped[group]
+            end = self._out_of_window(holding.user.num_computed_tokens, window)
+            if end > first:
+                self.pool.release(_reversed_slice(table, first, end))
+                table[first:end] = [NULL_BLOCK] * (end - first)
+                holding.num_dropped[group] = end
+
+
+def _reversed_slice(table: list[int], first: int, end: int) -> Iterator[int]:
+    return (table[i] for i in range(end - 1, first - 1, -1))

@@ -1,0 +1,268 @@
+"""The scheduler under random load against a small oracle that knows the rules, not the code.
+
+Pools hold a part of what the requests need; requests arrive late, are aborted, turn bad, share prefixes and have priorities.
+The runner (tests/conftest.py) verifies at every step that all KV that a token attends to is in the request's blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte.config import SchedulerConfig
+from halfbyte.engine.scheduler import Scheduler
+from halfbyte.kvcache.manager import KVCacheManager
+from halfbyte.kvcache.sizing import blocks_for_request
+from halfbyte.kvcache.spec import KVCacheSpec, make_layout
+from halfbyte.types import EngineOutput, EngineRequest, ModelRunnerOutput, SamplingParams, SchedulerOutput
+
+VOCAB = 12
+
+
+@dataclass
+class Plan:
+    """One request, and what happens to it. arrive, abort, bad: step numbers."""
+
+    source: EngineRequest
+    arrive: int
+    abort: int | None
+    bad: int | None
+
+
+@dataclass
+class Oracle:
+    """Recomputes what a step may do from the outputs alone."""
+
+    config: SchedulerConfig
+    max_len: int
+    rank: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)  # running requests only
+    promised: dict[str, int] = field(default_factory=dict)  # tokens known when it was admitted
+    waiting: set[str] = field(default_factory=set)
+
+    def add(self, source: EngineRequest) -> None:
+        by_priority = self.config.policy == "priority"
+        self.rank[source.request_id] = (*((source.priority, source.arrival_s) if by_priority else ()), len(self.rank))
+        self.known[source.request_id] = len(source.prompt_token_ids)
+        self.waiting.add(source.request_id)
+
+    def end(self, request_id: str) -> None:
+        self.waiting.discard(request_id)
+        self.computed.pop(request_id, None)
+        del self.known[request_id]
+
+    def check_step(self, step: SchedulerOutput) -> None:
+        counts, config = step.num_scheduled_tokens, self.config
+        victims = step.preempted_request_ids
+        assert sum(counts.values()) <= config.max_num_batched_tokens
+        assert bool(counts) == bool(self.known), "each step makes progress while there is work"
+        for request_id in victims:
+            del self.computed[request_id]
+            self.waiting.add(request_id)
+        if victims:
+            assert not step.new_rows
+            if self.computed:
+                assert max(self.rank[r] for r in self.computed) < min(self.rank[v] for v in victims), "the last give way"
+        for row in step.grown_rows:
+            assert self.computed[row.request_id] == row.num_computed_tokens
+        idle = self.computed.keys() - counts.keys()
+        assert not idle or (sum(counts.values()) == config.max_num_batched_tokens and not step.new_rows), "running first"
+        for row in step.new_rows:
+            assert self.rank[row.request_id] == min(self.rank[w] for w in self.waiting), "nobody is overtaken"
+            assert len(row.token_ids) == self.known[row.request_id]
+            self.waiting.remove(row.request_id)
+            self.computed[row.request_id] = row.num_computed_tokens
+            self.promised[row.request_id] = len(row.token_ids)
+            if not config.enable_chunked_prefill:
+                assert row.num_computed_tokens + counts[row.request_id] == len(row.token_ids)
+        assert len(self.computed) <= config.max_num_seqs
+        budget = config.max_num_batched_tokens
+        for request_id, count in counts.items():
+            open_tokens = self.known[request_id] - self.computed[request_id]
+            assert 1 <= count <= open_tokens
+            if config.long_prefill_token_threshold and config.enable_chunked_prefill and len(self.known) > 1:
+                open_tokens = min(open_tokens, config.long_prefill_token_threshold)
+            assert count <= open_tokens
+            assert victims or count == min(open_tokens, budget), "no budget is wasted"
+            budget -= count
+
+    def check_admission(self, step: SchedulerOutput, scheduler: Scheduler) -> None:
+        """Full attention only, where the arithmetic is short: who was admitted fits as a whole, who was left does not."""
+        manager, counts = scheduler.manager, step.num_scheduled_tokens
+        blocks = len(manager.layout.groups)
+        size = manager.block_size
+        owed = 0
+        for request_id, computed in self.computed.items():
+            held = -(-(computed + counts.get(request_id, 0)) // size)
+            owed += max(0, -(-self.promised[request_id] // size) - held) * blocks
+        if step.new_rows:
+            assert owed <= manager.num_free_blocks
+        budget = self.config.max_num_batched_tokens - sum(counts.values())
+        if budget and self.waiting and len(self.computed) < self.config.max_num_seqs and not step.preempted_request_ids:
+            head = scheduler.waiting.first()
+            match = manager.match_prefix(head)
+            shared = sum(manager.pool.num_references(block) > 0 for table in match.block_ids for block in table)
+            needed = -(-self.known[head.request_id] // size) * blocks - shared
+            too_big = not self.config.enable_chunked_prefill and self.known[head.request_id] - match.num_tokens > budget
+            assert too_big or needed + owed > manager.num_free_blocks, "nobody waits without a reason"
+
+    def take_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for request_id, tokens in zip(result.request_ids, result.token_ids, strict=True):
+            self.computed[request_id] += step.num_scheduled_tokens[request_id]
+            self.known[request_id] += len(tokens)
+
+    def story(self, source: EngineRequest, model: Any) -> tuple[list[int], str, int | None]:
+        """All tokens of an undisturbed request, why it ends, and its stop token."""
+        sampling, prompt = source.sampling, source.prompt_token_ids
+        tokens = model.expected_tokens(prompt, source.cache_salt, min(source.max_tokens, self.max_len - len(prompt)))
+        eos = () if sampling.ignore_eos else source.eos_token_ids
+        for count, token in enumerate(tokens, 1):
+            if count >= sampling.min_tokens and (token in eos or token in (sampling.stop_token_ids or ())):
+                return tokens[:count], "stop", None if token in eos else token
+        return tokens, "length", None
+
+
+def sources(draw: st.DrawFn, index: int) -> EngineRequest:
+    max_tokens = draw(st.integers(1, 24))
+    return EngineRequest(
+        request_id=f"r{index}",
+        prompt_token_ids=[1] * draw(st.integers(0, 10)) + draw(st.lists(st.integers(0, 2), min_size=1, max_size=8)),
+        sampling=SamplingParams(
+            min_tokens=draw(st.integers(0, max_tokens)),
+            max_tokens=max_tokens,
+            stop_token_ids=draw(st.sampled_from([[], [], [], [5], [3]])),
+            ignore_eos=draw(st.booleans()),
+            prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        ),
+        eos_token_ids=draw(st.sampled_from([[], [], [3]])),
+        arrival_s=float(draw(st.integers(0, 3))),
+        max_tokens=max_tokens,
+        priority=draw(st.integers(-1, 1)),
+        cache_salt=draw(st.sampled_from([None, None, "a"])),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> tuple[SchedulerConfig, KVCacheManager, int, list[Plan]]:
+    chunked = draw(st.sampled_from([True, True, False]))
+    budget = draw(st.integers(1, 24) if chunked else st.integers(16, 40))
+    config = SchedulerConfig(
+        max_num_seqs=draw(st.integers(1, 6)),
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=None,
+        max_num_queued_tokens=None,
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 3])),
+        enable_chunked_prefill=chunked,
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        max_logprobs=20,
+        logprobs_mode="raw_logprobs",
+    )
+    size = draw(st.integers(1, 4))
+    windows = draw(st.sampled_from([[None], [None], [None, 3], [5], [None, 2, 6]]))
+    layout = make_layout([KVCacheSpec(1, 8, 8, size, window, "float32") for window in windows], lambda spec: 64)
+    max_model_len = draw(st.integers(12, 40))
+    one_request = blocks_for_request(layout, max_model_len - 1, budget)
+    num_blocks = 1 + draw(st.sampled_from([one_request * 2 // 3 + 1, one_request, one_request + 1, one_request * 3 // 2]))
+    caching = draw(st.sampled_from([True, True, False]))
+    manager = KVCacheManager(layout, num_blocks, enable_prefix_caching=caching, max_num_batched_tokens=budget)
+    plans = []
+    for index in range(draw(st.integers(2, 10))):
+        arrive = draw(st.sampled_from([0, 0, 0, 1, 5, 12]))
+        abort = draw(st.sampled_from([None] * 7 + [arrive + draw(st.integers(0, 12))]))
+        bad = draw(st.sampled_from([None] * 9 + [arrive + draw(st.integers(0, 12))]))
+        plans.append(Plan(sources(draw, index), arrive, abort, bad))
+    return config, manager, max_model_len, plans
+
+
+@settings(max_examples=400, deadline=None)
+@given(scenario=scenarios())
+def test_scheduler_against_oracle(scenario: tuple[Any, ...], fake_runner: Any) -> None:
+    config, manager, max_model_len, plans = scenario
+    scheduler = Scheduler(config, manager, max_model_len=max_model_len)
+    runner = fake_runner(manager.layout, manager.pool, config.max_num_seqs, VOCAB)
+    max_len = min(max_model_len, manager.max_request_tokens + 1)
+    if not config.enable_chunked_prefill:
+        max_len = min(max_len, config.max_num_batched_tokens + 1)
+    oracle = Oracle(config, max_len)
+    heard: dict[str, list[EngineOutput]] = {plan.source.request_id: [] for plan in plans}
+    counters: Counter[str] = Counter()
+    step_number, todo = 0, sorted(plans, key=lambda plan: plan.arrive)
+    while todo or scheduler.has_work():
+        while todo and todo[0].arrive <= step_number:
+            source = todo.pop(0).source
+            runner.salts[source.request_id] = source.cache_salt
+            refusal = scheduler.add(source)
+            assert bool(refusal) == (len(source.prompt_token_ids) >= max_len)
+            if refusal:
+                heard[source.request_id].append(refusal)
+            else:
+                oracle.add(source)
+        runner.bad = {plan.source.request_id for plan in plans if plan.bad is not None and plan.bad <= step_number}
+        for output in scheduler.abort([plan.source.request_id for plan in plans if plan.abort == step_number]):
+            heard[output.request_id].append(output)
+            oracle.end(output.request_id)
+        step = scheduler.schedule()
+        oracle.check_step(step)
+        if all(group.spec.sliding_window is None for group in manager.layout.groups):
+            oracle.check_admission(step, scheduler)
+        manager.check()
+        runner.execute(step)
+        result = runner.sample()
+        oracle.take_step(step, result)
+        for output in scheduler.update(step, result):
+            heard[output.request_id].append(output)
+            if output.finish_reason:
+                oracle.end(output.request_id)
+        manager.check()
+        stats = scheduler.stats()
+        counters.update(
+            preempted=stats.num_preemptions, scheduled=stats.num_scheduled_tokens, hits=stats.prefix_cache_hits_tokens
+        )
+        counters.update(steps_preempted=len(step.preempted_request_ids), steps_scheduled=step.total_num_scheduled_tokens)
+        assert (stats.num_running, stats.num_waiting) == (len(oracle.computed), len(oracle.waiting))
+        step_number += 1
+        assert step_number < 5000, "all requests end"
+    check_end(scheduler, runner, counters)
+    for plan in plans:
+        check_outputs(plan, heard[plan.source.request_id], oracle, runner)
+
+
+def check_end(scheduler: Scheduler, runner: Any, counters: Counter[str]) -> None:
+    """Nothing is left: no block, no row, no number."""
+    assert scheduler.manager.usage == 0.0 and scheduler.manager.num_free_blocks == scheduler.manager.pool.num_blocks - 1
+    runner.execute(scheduler.schedule())
+    assert not runner.rows
+    assert not scheduler.running and not len(scheduler.waiting)
+    assert counters["preempted"] == counters["steps_preempted"]
+    assert counters["scheduled"] == counters["steps_scheduled"]
+
+
+def check_outputs(plan: Plan, outputs: list[EngineOutput], oracle: Oracle, runner: Any) -> None:
+    """What the request's owner heard: the model's tokens, and exactly one end."""
+    source = plan.source
+    assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    story, reason, stop_token_id = oracle.story(source, runner)
+    last = outputs[-1]
+    if last.finish_reason == "abort":
+        assert plan.abort is not None and last.new_token_ids == []
+        assert tokens == story[: len(tokens)]
+    elif last.finish_reason == "error":
+        assert last.error and last.new_token_ids == []
+        assert plan.bad is not None or len(source.prompt_token_ids) >= oracle.max_len
+        assert tokens == story[: len(tokens)]
+    else:
+        assert (tokens, last.finish_reason, last.stop_token_id) == (story, reason, stop_token_id)
+    first = [output for output in outputs if output.new_token_ids][:1]
+    assert [output.scheduled_s is not None for output in outputs if output.new_token_ids] == [True, *[False] * len(tokens)][
+        : len(tokens)
+    ]
+    for output in first:
+        wanted = source.prompt_token_ids[1:] if source.sampling.prompt_logprobs is not None else None
+        assert wanted == (None if output.prompt_logprobs is None else [entry.token_id for entry in output.prompt_logprobs])
+        assert output.num_cached_tokens == 0 or source.sampling.prompt_logprobs is None
