@@ -45,11 +45,11 @@ def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seco
     from halfbyte.model_runner.runner import load_runner
 
     phases.end("import torch")
-    runner = load_runner(config, files, decoder)
+    runner = load_runner(config, files, decoder, platform)
     phases.end("load weights")
     capacity = _size(config, decoder, platform, runner)
     config = replace(config, model=replace(config.model, max_model_len=capacity.max_model_len))
-    runner.allocate_cache(capacity.num_blocks)
+    runner.allocate_cache(capacity.num_blocks, capacity.max_model_len)
     phases.end("allocate KV cache")
     runner.warm_up()
     phases.end("warm up")

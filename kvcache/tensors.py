@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +33,7 @@ class KVTensors:
     """Allocates the whole cache: `num_positions` tensors of [num_blocks, page_bytes]. All zero, block 0 for ever."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str) -> None:
-        self._pages = [
-            torch.zeros(num_blocks, layout.page_bytes, dtype=torch.uint8, device=device) for _ in range(layout.num_positions)
-        ]
+        self._pages = [_zeroed(num_blocks, layout.page_bytes, torch.device(device)) for _ in range(layout.num_positions)]
         self._layers: dict[int, LayerCache] = {}
         for group in layout.groups:
             for position, layer in enumerate(group.layers):
@@ -52,6 +51,14 @@ class KVTensors:
     def num_bytes(self) -> int:
         """Bytes allocated; equals the capacity's `num_bytes`."""
         return sum(page.numel() for page in self._pages)
+
+
+def _zeroed(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes. On a CPU numpy leaves the zeroing to the system, page by page on first use: a large cache costs no time
+    at start and no memory until it fills."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_blocks, page_bytes), dtype=np.uint8))
+    return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 
 def view_layer(pages: Tensor, spec: KVCacheSpec) -> LayerCache:
