@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,7 +79,10 @@ class AsyncEngine:
         self._require_alive()
         requests = self._maker.make(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
         self._admit(params.n, len(prompt_token_ids))
-        generation = Generation([r.request_id for r in requests], len(prompt_token_ids), self._abandon)
+        metrics = self.metrics.request_added(
+            len(prompt_token_ids), requests[0].arrival_s, num_sequences=params.n, max_tokens=requests[0].max_tokens
+        )
+        generation = Generation([r.request_id for r in requests], metrics, self._abandon)
         for index, request in enumerate(requests):
             self._processor.add(request.request_id, index, prompt_token_ids, params)
             self._generation_of[request.request_id] = generation
@@ -102,9 +106,7 @@ class AsyncEngine:
     def abort_all(self, reason: str) -> None:
         """End every open generation with EngineDeadError(reason): what a server does that may not wait longer."""
         self._client.abort(list(self._generation_of))
-        for generation in list(self._generations):
-            self._forget(generation)
-            generation.fail(EngineDeadError(reason))
+        self._fail_all(reason)
 
     def _require_alive(self) -> None:
         if self.dead is not None:
@@ -118,7 +120,7 @@ class AsyncEngine:
             self.metrics.admission_rejected("max_num_queued_reqs")
             raise OverloadedError(f"the queue is full: {would_wait} requests would wait, limit {limit} (--max-num-queued-reqs)")
         token_limit = self.info.max_num_queued_tokens
-        waiting_tokens = sum(g.num_prompt_tokens for g in self._generations if not g.started)
+        waiting_tokens = sum(g.metrics.num_prompt_tokens for g in self._generations if not g.started)
         if token_limit is not None and waiting_tokens + num_prompt_tokens > token_limit:
             self.metrics.admission_rejected("max_num_queued_tokens")
             raise OverloadedError(
@@ -150,7 +152,9 @@ class AsyncEngine:
                 stopped.append(output.request_id)
             if delta is None:
                 continue
+            generation.metrics.output(delta.index, step.timestamp_s, output, len(delta.token_ids))
             if delta.finish_reason is not None:
+                generation.metrics.finished(delta.index, step.timestamp_s, delta.finish_reason)
                 del self._generation_of[output.request_id]
                 self._processor.remove(output.request_id)
             generation.deliver(delta)
@@ -164,10 +168,14 @@ class AsyncEngine:
             self.dead = reason
             if not self._closing:
                 log.error("engine dead: %s; %d open sequences end with an error", reason, len(self._generation_of))
+        self._fail_all(self.dead)
+        self.died.set()
+
+    def _fail_all(self, reason: str) -> None:
         for generation in list(self._generations):
             self._forget(generation)
-            generation.fail(EngineDeadError(self.dead))
-        self.died.set()
+            generation.metrics.abandoned(time.monotonic())
+            generation.fail(EngineDeadError(reason))
 
     def _forget(self, generation: Generation) -> list[str]:
         """Drop a generation's sequences; the ids of those that were still open."""
@@ -180,3 +188,4 @@ class AsyncEngine:
     def _abandon(self, generation: Generation) -> None:
         if open_ids := self._forget(generation):
             self._client.abort(open_ids)
+            generation.metrics.abandoned(time.monotonic())

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from halfbyte.engine.metrics import RequestMetrics
 from halfbyte.engine.output_processor import SequenceDelta
 
 
 class Generation:
     """Yields SequenceDelta until each of `request_ids` has had its finish, or raises what ended it."""
 
-    def __init__(self, request_ids: list[str], num_prompt_tokens: int, abandon: Callable[[Generation], None]) -> None:
+    def __init__(self, request_ids: list[str], metrics: RequestMetrics, abandon: Callable[[Generation], None]) -> None:
         self.request_ids = request_ids
-        self.num_prompt_tokens = num_prompt_tokens
+        self.metrics = metrics
         self.started = False
         self._num_open = len(request_ids)
         self._deltas: asyncio.Queue[SequenceDelta | Exception] = asyncio.Queue()
