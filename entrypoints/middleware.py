@@ -1,7 +1,7 @@
 """What happens to a request before any route sees it: its label, its key, its host, its size; and what no route caught.
 
-Plain ASGI, outermost first: RequestLabels, ApiKeys, AllowedHosts, (CORS), BodyLimit, InternalErrors. All decide on the scope's
-path and headers alone and before the body is read. Installed by `server.build_app`.
+Plain ASGI, outermost first: RootPath, RequestLabels, ApiKeys, AllowedHosts, (CORS), BodyLimit, InternalErrors. They decide on
+the scope alone, before the body is read. Installed by `server.build_app`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ def route_path(scope: Scope) -> str:
     if root and (path == root or path.startswith(root + "/")):
         return str(path[len(root) :])
     return str(path)
+
+
+class RootPath:
+    """Tells the application that a proxy serves it under `root_path`. The prefix may arrive or be stripped by the proxy."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self.root_path
+        await self.app(scope, receive, send)
 
 
 class RequestLabels:

@@ -24,7 +24,7 @@ from halfbyte.config import ServerConfig
 from halfbyte.entrypoints import middleware
 from halfbyte.entrypoints.openai.errors import install_error_handlers
 from halfbyte.entrypoints.openai.frontend import Engine, Frontend
-from halfbyte.entrypoints.openai.routes import build_router
+from halfbyte.entrypoints.openai.routes import add_routes
 
 KEEP_ALIVE_S = 5
 HEADER_TIMEOUT_S = 30.0
@@ -46,13 +46,12 @@ def build_app(engine: Engine, server_config: ServerConfig) -> FastAPI:
     app = FastAPI(
         title="Halfbyte",
         version=__version__,
-        root_path=server_config.root_path.rstrip("/"),
         redirect_slashes=False,
         **(no_docs if server_config.disable_fastapi_docs else {}),
     )
     frontend = Frontend(engine, server_config)
     app.state.frontend = frontend
-    app.include_router(build_router(frontend))
+    add_routes(app, frontend)
     install_error_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(middleware.InternalErrors)
@@ -68,6 +67,8 @@ def build_app(engine: Engine, server_config: ServerConfig) -> FastAPI:
         app.add_middleware(middleware.AllowedHosts, hosts=hosts)
     app.add_middleware(middleware.ApiKeys, keys=server_config.api_keys)
     app.add_middleware(middleware.RequestLabels, echo=server_config.enable_request_id_headers)
+    if root_path := server_config.root_path.rstrip("/"):
+        app.add_middleware(middleware.RootPath, root_path=root_path)
     return app
 
 

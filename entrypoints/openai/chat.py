@@ -63,7 +63,9 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
     if request.stream:
         return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
     choices = await collect(generations, writer.n, tally)
-    return to_json(await asyncio.to_thread(writer.whole, choices, tally))
+    if request.logprobs or request.prompt_logprobs is not None:  # thousands of small objects
+        return to_json(await asyncio.to_thread(writer.whole, choices, tally))
+    return to_json(writer.whole(choices, tally))
 
 
 def _params(frontend: Frontend, request: ChatRequest, num_prompt_tokens: int) -> SamplingParams:

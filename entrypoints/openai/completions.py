@@ -71,7 +71,9 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
     if request.stream:
         return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
     choices = await collect(generations, writer.n, tally)
-    return to_json(await asyncio.to_thread(writer.whole, choices, tally))
+    if request.logprobs is not None or request.prompt_logprobs is not None:  # thousands of small objects
+        return to_json(await asyncio.to_thread(writer.whole, choices, tally))
+    return to_json(writer.whole(choices, tally))
 
 
 def _params(frontend: Frontend, request: CompletionRequest, num_prompt_tokens: int) -> SamplingParams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -26,23 +26,22 @@ Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
 CLIENT_CLOSED = 499  # never delivered: the client has gone
 
 
-def build_router(frontend: Frontend) -> APIRouter:
+def add_routes(app: FastAPI, frontend: Frontend) -> None:
     """Every route of the server, bound to one engine."""
-    router = APIRouter(redirect_slashes=False)
 
     def post(path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel]) -> None:
         async def endpoint(request: Request) -> Response:
             return await answer(frontend, request, prefix, model, handler)
 
         body = {"content": {"application/json": {"schema": _schema(model)}}, "required": True}
-        router.add_api_route(path, endpoint, methods=["POST"], name=path, openapi_extra={"requestBody": body})
+        app.add_api_route(path, endpoint, methods=["POST"], name=path, openapi_extra={"requestBody": body})
 
     def say(path: str, respond: Callable[[], Response], *methods: str) -> None:
         async def endpoint() -> Response:
             return respond()
 
         for method in methods:
-            router.add_api_route(path, endpoint, methods=[method], name=path)
+            app.add_api_route(path, endpoint, methods=[method], name=path)
 
     post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create)
     post("/v1/completions", "cmpl-", CompletionRequest, completions.create)
@@ -53,7 +52,6 @@ def build_router(frontend: Frontend) -> APIRouter:
     say("/ping", lambda: status.health(frontend), "GET", "POST")
     say("/version", status.version, "GET")
     say("/metrics", lambda: status.metrics(frontend), "GET")
-    return router
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:

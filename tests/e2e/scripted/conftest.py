@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 import tokenizers
+import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
 from halfbyte.config import ServerConfig
@@ -155,7 +156,8 @@ class ScriptedClient:
                 output.prompt_logprobs = [_logprobs(t, sampling.prompt_logprobs) for t in request.prompt_token_ids[1:]]
         run.position += 1
         if token in request.stop_token_ids and run.position > sampling.min_tokens:
-            output.finish_reason, output.stop_token_id = "stop", token
+            output.finish_reason = "stop"
+            output.stop_token_id = token if token in (sampling.stop_token_ids or ()) else None
         elif run.position >= request.max_tokens:
             output.finish_reason = "length"
         if output.finish_reason is not None:
@@ -214,6 +216,7 @@ class ScriptedServer:
         self.model = ScriptedClient(info)
         self.engine: AsyncEngine
         self.exit_code: int | None = None
+        self._stopping = False
         self._default_sampling = default_sampling
         self._server: Server
         self._loop: asyncio.AbstractEventLoop
@@ -222,15 +225,20 @@ class ScriptedServer:
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         assert self._ready.wait(20)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.engine = AsyncEngine(self.model, TOKENIZER, default_sampling=self._default_sampling, served_name=MODEL)
         app = build_app(self.engine, self.config)
         self.frontend = app.state.frontend
+        self.routes = app.routes
         self._server = Server(app, self.config, self._ready.set)
         self.exit_code = await self._server.run_on(self._socket)
         await self.engine.close()
@@ -239,10 +247,14 @@ class ScriptedServer:
         """What SIGTERM does."""
         self._loop.call_soon_threadsafe(self._server.stop)
 
-    def stop(self) -> None:
-        if self._thread.is_alive():
+    def begin_stop(self) -> None:
+        if self._thread.is_alive() and not self._stopping:
+            self._stopping = True
             self.model.allow(None)
             self.signal()
+
+    def stop(self) -> None:
+        self.begin_stop()
         self.join()
         self.http.close()
 
@@ -295,6 +307,8 @@ def start_scripted() -> Iterator[Callable[..., ScriptedServer]]:
         return started[-1]
 
     yield start
+    for server in started:
+        server.begin_stop()
     for server in started:
         server.stop()
 
