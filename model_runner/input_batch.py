@@ -64,7 +64,9 @@ def make_batch(rows: RequestRows, num_scheduled_tokens: Mapping[str, int], devic
     )
 
 
-def attention_metadata(batch: InputBatch, tables: BlockTables, group: int, block_size: int, device: torch.device) -> AttentionMetadata:
+def attention_metadata(
+    batch: InputBatch, tables: BlockTables, group: int, block_size: int, device: torch.device
+) -> AttentionMetadata:
     seq_len_R = batch.num_computed_R + batch.num_scheduled_R
     max_seq_len = int(seq_len_R.max())
     query_start_loc = np.append(batch.first_R, len(batch.row_T)).astype(np.int32)
