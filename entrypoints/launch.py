@@ -6,7 +6,6 @@ Prints each phase with its time and, when ready, what to type next. Called by th
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import shlex
