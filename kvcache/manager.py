@@ -20,12 +20,17 @@ from halfbyte.kvcache.spec import KVLayout
 class CacheUser(Protocol):
     """What the manager reads of a request. `block_hashes` covers at least the full blocks of its computed tokens."""
 
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    cache_salt: str | None
-    block_hashes: list[bytes]
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def block_hashes(self) -> list[bytes]: ...
 
     @property
     def skip_prefix_cache(self) -> bool: ...
