@@ -1,7 +1,7 @@
 """What happens to a request before any route sees it: its label, its key, its host, its size; and what no route caught.
 
-Plain ASGI, outermost first: RootPath, RequestLabels, ApiKeys, AllowedHosts, (CORS), BodyLimit, InternalErrors. They decide on
-the scope alone, before the body is read. Installed by `server.build_app`.
+Plain ASGI, outermost first: RootPath, RequestLabels, ApiKeys, AllowedHosts, (CORS, counting), BodyLimit, InternalErrors. They
+decide on the scope alone, before the body is read. Installed by `server.build_app`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,10 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
     if request.top_logprobs and not request.logprobs:
         raise UserError("top_logprobs needs logprobs=true", param="top_logprobs")
     text = await templates.render(frontend, request, request.messages, request.reasoning_effort)
-    prompt = (await encode_prompts(frontend.engine, [text], request, bool(request.add_special_tokens)))[0]
-    params = _params(frontend, request, len(prompt.token_ids))
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    special = bool(request.add_special_tokens)
+    prompt = (await encode_prompts(frontend.engine, [text], request, special=special, budget=asked))[0]
+    params = _params(frontend, request, asked, len(prompt.token_ids))
     tally = Tally(call, [len(prompt.token_ids)])
     writer = _Writer(frontend, call, request, model, prompt)
     generations = await frontend.generate(
@@ -68,14 +70,13 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
     return to_json(writer.whole(choices, tally))
 
 
-def _params(frontend: Frontend, request: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+def _params(frontend: Frontend, request: ChatRequest, asked: int | None, num_prompt_tokens: int) -> SamplingParams:
     limits, defaults = frontend.engine.limits, frontend.sampling_defaults
-    newer = request.max_completion_tokens is not None
     max_tokens = effective_max_tokens(
         limits,
-        request.max_completion_tokens if newer else request.max_tokens,
+        asked,
         num_prompt_tokens,
-        param="max_completion_tokens" if newer else "max_tokens",
+        param="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
         default=defaults.get("max_tokens"),
         cap=operator_cap(frontend.config, defaults),
     )
@@ -193,5 +194,5 @@ def _echoed_content(request: ChatRequest, role: str) -> str:
         return ""
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "".join(text for text in texts if isinstance(text, str))
+        return "\n".join(text for text in texts if isinstance(text, str))
     return content if isinstance(content, str) else ""

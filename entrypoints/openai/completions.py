@@ -56,8 +56,13 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
     refuse_unsupported(request.model_extra)
     check_stream_fields(request)
     engine = frontend.engine
-    special = request.add_special_tokens is not False
-    prompts = await encode_prompts(engine, parse_prompts(request.prompt, request.n, engine.limits), request, special)
+    prompts = await encode_prompts(
+        engine,
+        parse_prompts(request.prompt, request.n, engine.limits),
+        request,
+        special=request.add_special_tokens is not False,
+        budget=request.max_tokens,
+    )
     params = [_params(frontend, request, len(prompt.token_ids)) for prompt in prompts]
     tally = Tally(call, [len(prompt.token_ids) for prompt in prompts])
     writer = _Writer(frontend, call, request, model, prompts)

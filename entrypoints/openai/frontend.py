@@ -21,7 +21,8 @@ from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.tokenizer import Tokenizer
-from halfbyte.entrypoints.chat_template import ChatTemplate
+from halfbyte.entrypoints.chat_template import ChatTemplate, read_template
+from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
 from halfbyte.entrypoints.openai.streaming import Closeable
 from halfbyte.errors import EngineDeadError, NotFoundError
@@ -29,6 +30,7 @@ from halfbyte.types import EngineInfo, SamplingParams
 
 LABEL_KEY = "halfbyte.request_label"  # in the ASGI scope: the valid X-Request-Id of a request, absent without one
 MAX_LABEL_CHARS = 128
+MAX_FOREIGN_TEMPLATES = 2  # templates of requests that run at once, each in a process of its own
 ABORT_GRACE_S = 5.0
 STOPPING = "the server is shutting down"
 
@@ -125,7 +127,10 @@ class Call:
 
 
 class Frontend:
-    """The routes' shared state. `draining`: no new calls. `stopping`: open ones are being ended too."""
+    """The routes' shared state. UserError if the operator's chat template cannot be used.
+
+    draining: no new calls are taken. stopping: open ones are being ended too.
+    """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.engine = engine
@@ -133,7 +138,11 @@ class Frontend:
         self.model_names = config.served_model_names or (engine.info.model,)
         self.sampling_defaults = sampling_defaults(engine, config)
         self.fingerprint = fingerprint(engine.info)
+        self.http_metrics = HttpMetrics()
+        self.foreign_templates = asyncio.Semaphore(MAX_FOREIGN_TEMPLATES)
         self._chat_template: ChatTemplate | None = None
+        if config.chat_template is not None:
+            self._chat_template = ChatTemplate.for_tokenizer(engine.tokenizer, read_template(config.chat_template))
         self.draining = False
         self.stopping = False
         self._open: set[Call] = set()
@@ -168,12 +177,11 @@ class Frontend:
             raise NotFoundError(f"model {name[:200]!r} does not exist; served: {', '.join(self.model_names)}", param="model")
         return name
 
-    def chat_template(self, own: str | None = None) -> ChatTemplate:
-        """The template that a request brings, else the operator's or the model's. UserError when there is none."""
-        if own is not None:
-            return ChatTemplate.for_tokenizer(self.engine.tokenizer, own)
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The operator's or the model's template. UserError when there is none."""
         if self._chat_template is None:
-            self._chat_template = ChatTemplate.for_tokenizer(self.engine.tokenizer, self.config.chat_template)
+            self._chat_template = ChatTemplate.for_tokenizer(self.engine.tokenizer)
         return self._chat_template
 
     def require_serving(self) -> None:

@@ -50,10 +50,10 @@ def parse_prompts(value: Any, n: int | None, limits: Limits) -> list[str | list[
 
 
 async def encode_prompts(
-    engine: Engine, prompts: list[str | list[int]], request: GenerationFields, special: bool
+    engine: Engine, prompts: list[str | list[int]], request: GenerationFields, *, special: bool, budget: int | None
 ) -> list[Prompt]:
-    """Token ids of each prompt, truncated as the request asks."""
-    cut = truncation(request)
+    """Token ids of each prompt, truncated as the request asks. budget: its max_tokens, None when it leaves that open."""
+    cut = _truncation(request, budget)
     encoded = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
@@ -62,12 +62,12 @@ async def encode_prompts(
     return encoded
 
 
-def truncation(request: GenerationFields) -> SamplingParams | None:
-    """The part of the parameters that `Limits.truncate` reads; None when the request asks for no truncation."""
+def _truncation(request: GenerationFields, budget: int | None) -> SamplingParams | None:
+    """The parameters that `Limits.truncate` reads; None when the request asks for no truncation."""
     if request.truncate_prompt_tokens is None:
         return None
     return SamplingParams(
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         truncation_side=request.truncation_side,
-        max_tokens=max(1, request.max_tokens) if request.max_tokens is not None else None,
+        max_tokens=max(1, budget) if budget else None,
     )

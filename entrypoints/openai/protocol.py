@@ -87,6 +87,7 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
@@ -105,6 +106,7 @@ class TokenizeRequest(StrictModel):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class DetokenizeRequest(StrictModel):

@@ -34,7 +34,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "functions": _EMPTY,
     "function_call": (None, "none"),
-    "documents": _EMPTY,
     "modalities": (None, [], ["text"]),
     "audio": _OFF,
     "mm_processor_kwargs": _EMPTY,

@@ -77,4 +77,5 @@ def version() -> Response:
 
 
 def metrics(frontend: Frontend) -> Response:
-    return Response(frontend.engine.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+    text = frontend.engine.metrics.render() + frontend.http_metrics.render()
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})

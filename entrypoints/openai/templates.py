@@ -1,4 +1,4 @@
-"""Chat messages to token ids: which template, with which arguments, rendered and tokenised beside the event loop.
+"""Chat messages to prompt text: which template, with which arguments, rendered beside the event loop.
 
 Decides what a request may change about the template; the rendering itself is `halfbyte.entrypoints.chat_template`'s. Shared by
 /v1/chat/completions and /tokenize, so that both refuse the same.
@@ -9,27 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
+from halfbyte.entrypoints.chat_template import ChatTemplate
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.errors import UserError
-
-# Arguments of the renderer itself: a request may not reach them through chat_template_kwargs.
-RESERVED_ARGUMENTS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "messages",
-        "padding",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
 
 
 class TemplatedRequest(Protocol):
@@ -39,6 +21,7 @@ class TemplatedRequest(Protocol):
     continue_final_message: bool | None
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
+    documents: list[dict[str, Any]] | None
 
 
 async def render(
@@ -47,18 +30,26 @@ async def render(
     """The prompt text of a conversation. UserError when the request asks for what it may not, or the template refuses it."""
     if request.add_generation_prompt and request.continue_final_message:
         raise UserError("add_generation_prompt and continue_final_message exclude each other", param="continue_final_message")
-    _check_messages(messages)
     arguments = _arguments(frontend, request, reasoning_effort)
 
     def work() -> str:
-        return frontend.chat_template(request.chat_template).render(
+        own = request.chat_template
+        if own is None:
+            template = frontend.chat_template
+        else:
+            template = ChatTemplate.for_tokenizer(frontend.engine.tokenizer, own, from_request=True)
+        return template.render(
             messages,
+            documents=request.documents,
             add_generation_prompt=adds_generation_prompt(request),
             continue_final_message=bool(request.continue_final_message),
             chat_template_kwargs=arguments,
         )
 
-    return await asyncio.to_thread(work)
+    if request.chat_template is None:
+        return await asyncio.to_thread(work)
+    async with frontend.foreign_templates:
+        return await asyncio.to_thread(work)
 
 
 def adds_generation_prompt(request: TemplatedRequest) -> bool:
@@ -71,23 +62,13 @@ def adds_generation_prompt(request: TemplatedRequest) -> bool:
 def _arguments(frontend: Frontend, request: TemplatedRequest, reasoning_effort: str | None) -> dict[str, Any]:
     given = request.chat_template_kwargs or {}
     config = frontend.config
-    if not config.trust_request_chat_template:
-        for name, asked in (("chat_template", request.chat_template), ("chat_template_kwargs", given.get("chat_template"))):
-            if asked is not None:
-                raise UserError(
-                    f"{name}: templates of requests are not trusted here; start the server with --trust-request-chat-template",
-                    param=name,
-                )
-    if reserved := sorted(RESERVED_ARGUMENTS & set(given)):
-        raise UserError(f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
+    if request.chat_template is not None and not config.trust_request_chat_template:
+        raise UserError(
+            "chat_template: templates of requests are not trusted here; start the server with --trust-request-chat-template",
+            param="chat_template",
+        )
     arguments = {**config.default_chat_template_kwargs, **given}
     if reasoning_effort is not None:
         arguments["reasoning_effort"] = reasoning_effort
         arguments.setdefault("enable_thinking", reasoning_effort != "none")
     return arguments
-
-
-def _check_messages(messages: list[dict[str, Any]]) -> None:
-    for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str) or not message["role"]:
-            raise UserError(f"messages[{index}] needs a role", param="messages")

@@ -36,6 +36,7 @@ TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if enable_thinking is defined %}[think={{ enable_thinking }} {{ reasoning_effort }}]{% endif %}"
     "{% if tone is defined %}[tone={{ tone }}]{% endif %}"
+    "{% for d in documents or [] %}[doc={{ d.text }}]{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
@@ -217,6 +218,7 @@ class ScriptedServer:
         self.engine: AsyncEngine
         self.exit_code: int | None = None
         self._stopping = False
+        self._clients: list[openai.OpenAI] = []
         self._default_sampling = default_sampling
         self._server: Server
         self._loop: asyncio.AbstractEventLoop
@@ -256,14 +258,16 @@ class ScriptedServer:
     def stop(self) -> None:
         self.begin_stop()
         self.join()
-        self.http.close()
+        for client in (self.http, *self._clients):
+            client.close()
 
     def join(self) -> None:
         self._thread.join(20)
         assert not self._thread.is_alive()
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options)
+        self._clients.append(openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options))
+        return self._clients[-1]
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)

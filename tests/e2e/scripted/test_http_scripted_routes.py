@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -393,6 +394,13 @@ def test_template_arguments(start_scripted: Callable[..., Server]) -> None:
     assert "[think=False none]" in prompt_of(server, reasoning_effort="none")
     assert "[think=True none]" in prompt_of(server, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
     assert not prompt_of(server, add_generation_prompt=False).endswith("assistant\n")
+    assert "[doc=d1]" in prompt_of(server, documents=[{"text": "d1"}])
+
+
+def test_operator_template(start_scripted: Callable[..., Server], tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("Q: {{ messages[-1].content }} A:")
+    assert prompt_of(start_scripted(chat_template=str(tmp_path / "own.jinja"))) == "Q: Hi A:"
+    assert prompt_of(start_scripted(chat_template="<{{ messages[0].content }}>")) == "<Hi>"
 
 
 def test_own_template_only_when_trusted(shared: Server, start_scripted: Callable[..., Server]) -> None:
@@ -400,6 +408,7 @@ def test_own_template_only_when_trusted(shared: Server, start_scripted: Callable
         for path in ("/v1/chat/completions", "/tokenize"):
             assert shared.post(path, {"messages": CHAT} | fields).status_code == 400
     trusting = start_scripted(trust_request_chat_template=True)
+    assert trusting.post("/v1/chat/completions", {"messages": CHAT, "chat_template": "{{ 1"}).status_code == 400
     assert prompt_of(trusting, chat_template="T {{ messages[0].content }}") == "T Hi"
 
 
@@ -440,6 +449,22 @@ def test_health_version_metrics(shared: Server) -> None:
     assert shared.get("/metrics").headers["content-type"].startswith("text/plain")
     paths = shared.get("/openapi.json").json()["paths"]
     assert "requestBody" in paths["/v1/completions"]["post"] and shared.get("/docs").status_code == 200
+
+
+def test_http_metrics(start_scripted: Callable[..., Server]) -> None:
+    server = start_scripted(api_keys=("k",))
+    key = {"authorization": "Bearer k"}
+    server.post("/v1/completions", {"prompt": "x"}, headers=key)
+    server.post("/v1/completions", {"prompt": "x", "n": -1}, headers=key)
+    server.post("/v1/completions", {"prompt": "x"})
+    for path in ("/health", "/nothing-1", "/nothing-2"):
+        server.get(path, headers=key)
+    text = server.get("/metrics").text
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.0' in text
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="4xx"} 1.0' in text
+    assert 'http_requests_total{handler="none",method="GET",status="4xx"} 2.0' in text
+    assert 'http_request_duration_seconds_count{handler="/v1/completions",method="POST"} 2.0' in text
+    assert "nothing-1" not in text and 'handler="/health"' not in text and "vllm:num_requests_running" in text
 
 
 def test_openai_client_sees_typed_errors(shared: Server) -> None:
