@@ -102,7 +102,8 @@ class LLM:
         Returns one RequestOutput per prompt, in the order of the prompts. UserError names a wrong argument before anything
         is computed.
         """
-        prompt_list = [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
+        single = isinstance(prompts, (str, dict)) or _is_token_ids(prompts)
+        prompt_list: list[Any] = [prompts] if single else list(prompts)
         params = self._params_for(sampling_params, len(prompt_list))
         if priority is not None and len(priority) != len(prompt_list):
             raise UserError(f"{len(prompt_list)} prompts but {len(priority)} priorities", param="priority")

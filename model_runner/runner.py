@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.config import EngineConfig
-from halfbyte.errors import UnsupportedError
+from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.attention.base import AttentionBackend
 from halfbyte.kvcache.formats import get_format
@@ -132,7 +132,7 @@ class ModelRunner:
 
     def refuse(self, platform: Platform) -> None:
         """UnsupportedError with every reason why the format or the back end cannot serve a layer here."""
-        refusals = {}
+        refusals: dict[Refusal, None] = {}
         for spec, kv_spec in zip(self.model.attention_specs(), self.kv_specs, strict=True):
             for refusal in (
                 get_format(kv_spec.format).refuse(kv_spec, platform),

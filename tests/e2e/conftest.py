@@ -36,7 +36,8 @@ class ServerProcess:
         )
         self.lines: list[str] = []
         self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.url = ""
 
     def _read(self) -> None:
@@ -64,6 +65,7 @@ class ServerProcess:
 
     def ready(self) -> ServerProcess:
         self.url = self.wait_for_line(r"ready: (http://\S+)").group(1)
+        self.wait_for_line("try: curl ")
         return self
 
     def client(self, **options: object) -> openai.OpenAI:
@@ -93,7 +95,9 @@ class ServerProcess:
             self.process.kill()
             return self.process.wait()
         finally:
+            self._reader.join()
             assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
