@@ -168,7 +168,8 @@ class ProcessClient:
     def _tell(self, message: ToEngine) -> None:
         with self._send_lock:
             if not self._closing:
-                self._input.send(self._encoder.encode(message))
+                with contextlib.suppress(zmq.Again):  # nobody is there to take it: `receive` says so
+                    self._input.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _next_message(self, deadline_s: float | None = None) -> FromEngine | None:
         """The next message, None at the deadline. Raises EngineDeadError when the process is gone, silent or stuck."""

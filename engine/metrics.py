@@ -209,8 +209,10 @@ class RequestMetrics:
     num_sequences: int = 1
     max_tokens: int | None = None
     _sequences: list[_SequenceTimes] = field(default_factory=list)
+    _num_open: int = 0
 
     def __post_init__(self) -> None:
+        self._num_open = self.num_sequences
         self._sequences = [_SequenceTimes() for _ in range(self.num_sequences)]
 
     def output(self, index: int, now_s: float, output: EngineOutput, num_tokens: int | None = None) -> None:
@@ -246,6 +248,7 @@ class RequestMetrics:
         if sequence.has_ended:
             return
         sequence.has_ended = True
+        self._num_open -= 1
         metrics.success[reason].inc()
         metrics.e2e.observe(_span(self.arrival_s, now_s))
         metrics.num_prompt_tokens.observe(self.num_prompt_tokens)
@@ -259,7 +262,7 @@ class RequestMetrics:
                 metrics.inference.observe(_span(sequence.scheduled_s, sequence.last_token_s))
             if sequence.num_tokens > 1:
                 metrics.tpot.observe(_span(sequence.first_token_s, sequence.last_token_s) / (sequence.num_tokens - 1))
-        if all(s.has_ended for s in self._sequences):
+        if not self._num_open:
             metrics.params_n.observe(self.num_sequences)
             metrics.max_generation_tokens.observe(max(s.num_tokens for s in self._sequences))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 
+import msgspec
 import uvloop
 
 from halfbyte.config import EngineOptions, ServerConfig
@@ -36,12 +37,13 @@ def serve(options: EngineOptions, server: ServerConfig) -> int:
     listener = bind(server.host, server.port)
     phase("bind", time.monotonic() - started_s)
     front_s = time.monotonic()
-    front = load_front(options)
+    front = load_front(options, server.generation_config)
     phase("load tokenizer", time.monotonic() - front_s)
     engine_s = time.monotonic()
     client = ProcessClient.start(replace(options, model=str(front.files.path)), phase)
     start_process_s = time.monotonic() - engine_s - sum(seconds for _, seconds in client.info.phases)
     phase("start engine process", start_process_s)
+    client.info = msgspec.structs.replace(client.info, model=options.model)  # as the operator calls it, not where it lies
     for line in client.info.report:
         note(line)
     server = replace(server, served_model_names=server.served_model_names or (options.model,))

@@ -165,11 +165,15 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def generation_defaults(files: ModelFiles) -> dict[str, Any]:
+def generation_defaults(files: ModelFiles, other: Path | None = None) -> dict[str, Any]:
     """The SamplingParams fields that the model's authors recommend; {} when the model says nothing.
 
     Folders say it in `generation_config.json` (max_new_tokens becomes max_tokens), GGUF files in `general.sampling.*`.
+    other: a file of that form, or the folder that holds one, which counts instead and must exist.
     """
+    if other is not None:
+        path = other / "generation_config.json" if other.is_dir() else other
+        return _sampling_fields(path, read_json(path), _SAMPLING_KEYS)
     if files.kind == "gguf":
         from halfbyte.model_runner.gguf import GGUFFile
 
