@@ -1,6 +1,6 @@
 """Real checkpoints: greedy output equals transformers' greedy output token for token, and so do the logits within tolerance.
 
-Our side generates all prompts as one batch. transformers then reads each prompt with our output in one pass: where its argmax
+Our side is the whole engine: `LLM` generates all prompts as one batch. transformers then reads each prompt with our output in one pass: where its argmax
 equals our token at every generated position, its own greedy decoding would have produced the same tokens, by induction. The
 transformers model gets its configuration and weights from what we read, so that both compute with the same numbers.
 """
@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from halfbyte import LLM, SamplingParams
 from halfbyte.engine.tokenizer import load_tokenizer
 from halfbyte.kernels.attention import get_backend
 from halfbyte.model_runner.checkpoint import checkpoint_tensors
@@ -52,8 +53,9 @@ TEXTS = [
 
 @dataclass
 class Pair:
-    """The same checkpoint twice: ours over a paged cache, and transformers'."""
+    """The same checkpoint three times: in our engine, ours over a paged cache by hand (for its logits), and transformers'."""
 
+    llm: LLM
     paged: Any
     reference: Any
     prompts: dict[str, list[int]]
@@ -134,11 +136,15 @@ def pair(request: pytest.FixtureRequest, paged_model: Any) -> Pair:
     prompts = _prompts(files)
     num_tokens = sum(len(ids) + NUM_TOKENS for ids in prompts.values())
     paged = paged_model(model, block_size=16, num_tokens=num_tokens, num_requests=len(prompts))
-    return Pair(paged, reference.float(), prompts)
+    llm = LLM(request.param, dtype="float32", max_model_len=2048, kv_cache_memory_bytes=512 << 20, num_threads=1)
+    return Pair(llm, paged, reference.float(), prompts)
 
 
 def test_greedy_tokens_and_logits_equal_transformers(pair: Pair, tolerances: dict[str, float]) -> None:
-    outputs = pair.paged.greedy(pair.prompts, NUM_TOKENS)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    answers = pair.llm.generate(list(pair.prompts.values()), greedy, use_tqdm=False)
+    outputs = {name: answer.outputs[0].token_ids for name, answer in zip(pair.prompts, answers, strict=True)}
+    assert all(len(tokens) == NUM_TOKENS for tokens in outputs.values())
     for name, prompt in pair.prompts.items():
         ids = prompt + outputs[name][:-1]
         with torch.inference_mode():
