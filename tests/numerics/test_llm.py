@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     trained.train_from_iterator(PROMPTS * 3, trainer)
     trained.save(str(path / "tokenizer.json"))
-    turns = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\\n{% endfor %}"
+    turns = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}"
     template = turns + "{% if add_generation_prompt %}<s>assistant:{% endif %}"
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}))
     torch.manual_seed(0)
