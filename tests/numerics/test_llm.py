@@ -158,6 +158,35 @@ def test_dummy_weights_need_no_tensors(folder: Path, tmp_path: Path) -> None:
         LLM(str(tmp_path), dtype="float32")
 
 
+def test_ids_between_the_logits_width_and_the_tokenizers_length_are_refused(folder: Path, tmp_path: Path) -> None:
+    """A tokenizer may know more tokens than the model has logits for; none of them may reach the engine in any field."""
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    width = max(tokenizer["model"]["vocab"].values()) + 1
+    added = {"id": width, "content": "<extra>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"].append(added | {"normalized": False})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": width}))
+    llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", kv_cache_memory_bytes=8 << 20)
+    assert llm.info.vocab_size == width and len(llm.get_tokenizer()) == width + 1
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        ("the <extra>", {}),
+        ([width], {}),
+        ("the", {"allowed_token_ids": [1, width]}),
+        ("the", {"stop_token_ids": [width]}),
+        ("the", {"logit_bias": {width: 1.0}}),
+        ("the", {"logprobs": 1, "logprob_token_ids": [width]}),
+        ("the", {"bad_words": ["<extra>"]}),
+    ]
+    for prompt, options in wrong:
+        with pytest.raises(UserError, match=str(width)):
+            llm.generate(prompt, GREEDY.clone(**options), use_tqdm=False)
+    assert len(llm.generate("the", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+    llm.close()
+
+
 def test_arguments_that_mean_nothing_here_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="tensor_parallel_size"):
         LLM(str(folder), tensor_parallel_size=2)
