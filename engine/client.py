@@ -8,6 +8,7 @@ process dies or hangs.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import subprocess
@@ -204,9 +205,11 @@ class ProcessClient:
         process = subprocess.Popen(
             [sys.executable, "-m", "halfbyte.engine.process"], stdin=subprocess.PIPE, stdout=2, env=environment
         )
-        spawn = msgspec.msgpack.encode(EngineSpawn(_plain(asdict(options)), self._address("input"), self._address("output")))
+        level = logging.getLevelName(logging.getLogger("halfbyte").getEffectiveLevel()).lower()
+        spawn = EngineSpawn(_plain(asdict(options)), self._address("input"), self._address("output"), level)
+        first_words = msgspec.msgpack.encode(spawn)
         assert process.stdin is not None
-        process.stdin.write(len(spawn).to_bytes(4, "little") + spawn)
+        process.stdin.write(len(first_words).to_bytes(4, "little") + first_words)
         process.stdin.flush()
         return process
 

@@ -15,11 +15,12 @@ from halfbyte.types import EngineInfo, EngineRequest, StepOutput
 
 
 class EngineSpawn(msgspec.Struct):
-    """How to start: the options as a plain mapping, and the two addresses that the API process has bound."""
+    """How to start: the options as a plain mapping, the two addresses that the API process has bound, and its log level."""
 
     options: dict[str, Any]
     input_address: str
     output_address: str
+    log_level: str
 
 
 class AddRequests(msgspec.Struct, tag=True):

@@ -124,10 +124,10 @@ def _exit_with_parent(wait_for_end: Callable[[], bytes]) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent decides what it means
-    setup_logging()
     source = sys.stdin.buffer
     size = int.from_bytes(source.read(4), "little")
     spawn = msgspec.msgpack.decode(source.read(size), type=EngineSpawn)
+    setup_logging(spawn.log_level)
     threading.Thread(target=_exit_with_parent, args=(source.read,), name="leash", daemon=True).start()
     return EngineProcess(spawn).run()
 

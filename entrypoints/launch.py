@@ -25,7 +25,7 @@ from halfbyte.engine.client import EngineClient, ProcessClient
 from halfbyte.engine.front import Front, load_front
 from halfbyte.entrypoints.server import build_app, run_server
 from halfbyte.errors import UserError
-from halfbyte.log import note, phase
+from halfbyte.log import adopt_logger, note, phase
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 def serve(options: EngineOptions, server: ServerConfig) -> int:
     """Serve until a signal or the engine's death. Returns the exit code: 0 after a clean stop, 1 when the engine died."""
     started_s = time.monotonic()
+    adopt_logger("uvicorn")
     signal.signal(signal.SIGTERM, _interrupt)  # until the server listens, SIGTERM is what Ctrl-C is
     listener = bind(server.host, server.port)
     phase("bind", time.monotonic() - started_s)

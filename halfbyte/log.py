@@ -44,6 +44,13 @@ def setup_logging(level: str = "info", stream: TextIO | None = None) -> None:
     logger.propagate = False
 
 
+def adopt_logger(name: str) -> None:
+    """Print a library's log as part of ours, in our form; its level stays its own."""
+    logger = logging.getLogger(name)
+    logger.handlers = list(logging.getLogger("halfbyte").handlers)
+    logger.propagate = False
+
+
 def phase(name: str, seconds: float, stream: TextIO | None = None) -> None:
     """Print one start-up phase and its time. People wait for these lines, so they do not go through the log's level."""
     print(f"  {one_line(name):<28} {seconds:7.2f} s", file=stream or sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from halfbyte.log import one_line, phase, setup_logging
+from halfbyte.log import adopt_logger, one_line, phase, setup_logging
 
 
 @pytest.fixture
@@ -63,3 +63,12 @@ def test_phase(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_line_keeps_text() -> None:
     assert one_line("Größe 漢字 🙂") == "Größe 漢字 🙂"
+
+
+def test_an_adopted_library_prints_in_our_form(stream: io.StringIO) -> None:
+    setup_logging("info", stream)
+    adopt_logger("some.library")
+    library = logging.getLogger("some.library.access")
+    library.setLevel(logging.INFO)
+    library.info("GET %s", "/a\nb")
+    assert "INFO some.library.access: GET /a\\nb" in stream.getvalue() and stream.getvalue().count("\n") == 1
