@@ -18,6 +18,7 @@ from halfbyte.engine.generation import Generation
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.engine.output_processor import OutputProcessor
 from halfbyte.engine.requests import RequestMaker
+from halfbyte.engine.stats_log import StatsLog
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.errors import EngineDeadError, OverloadedError
 from halfbyte.types import EngineInfo, SamplingParams, StepOutput
@@ -43,6 +44,7 @@ class AsyncEngine:
         default_sampling: dict[str, Any] | None = None,
         served_name: str = "",
         seed: int | None = None,
+        log_stats: bool = False,
     ) -> None:
         self.info: EngineInfo = client.info
         self._maker = RequestMaker(client.info, tokenizer, seed)
@@ -54,6 +56,7 @@ class AsyncEngine:
         self.died = asyncio.Event()
         self._client = client
         self._loop = asyncio.get_running_loop()
+        self._stats_log = StatsLog(self._loop.call_later) if log_stats else None
         self._processor = OutputProcessor(tokenizer)
         self._generation_of: dict[str, Generation] = {}
         self._generations: dict[Generation, None] = {}
@@ -142,6 +145,8 @@ class AsyncEngine:
 
     def _dispatch(self, step: StepOutput) -> None:
         self.metrics.record_step(step)
+        if self._stats_log is not None:
+            self._stats_log.record(step)
         stopped: list[str] = []
         for output in step.outputs:
             generation = self._generation_of.get(output.request_id)

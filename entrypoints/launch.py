@@ -61,6 +61,7 @@ async def _serve(
         default_sampling=front.default_sampling,
         served_name=server.served_model_names[0],
         seed=seed,
+        log_stats=not server.disable_log_stats,
     )
     try:
         app = build_app(engine, server)
