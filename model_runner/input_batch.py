@@ -1,7 +1,7 @@
 """One step's ragged batch: which rows, which of their tokens, and the attention metadata of each KV group.
 
-Everything is computed on the host in whole arrays, once per step. Knows rows and block tables; knows no model. Called by the
-runner.
+The host knows all counts; it sends one small table per step, and the tokens are gathered on the device from rows and block
+tables, in whole tensors. Knows rows and block tables; knows no model. Called by the runner.
 
 Shape letters: R requests of the batch, T tokens of the step.
 """
@@ -22,23 +22,25 @@ from halfbyte.model_runner.request_rows import RequestRows
 
 @dataclass(slots=True)
 class InputBatch:
-    """The batch in its order. first_R: each request's first token row of the step; samples_R: whether it samples."""
+    """The batch in its order: counts on the host (numpy), tokens on the device.
+
+    row_R: each request's row; first_R, last_R: its first and last token of the step; samples_R: whether it samples, which is
+    when all known tokens are computed with this step. idx_mapping is row_R on the device.
+    """
 
     request_ids: list[str]
     row_R: np.ndarray
     num_scheduled_R: np.ndarray
     num_computed_R: np.ndarray
     first_R: np.ndarray
+    last_R: np.ndarray
     samples_R: np.ndarray
-    row_T: np.ndarray
-    position_T: np.ndarray
-    token_ids_T: Tensor
+    idx_mapping_R: Tensor
+    query_start_loc: Tensor
+    seq_lens_R: Tensor
+    row_T: Tensor
     positions_T: Tensor
-
-    @property
-    def last_R(self) -> np.ndarray:
-        """Each request's last token row of the step."""
-        return self.first_R + self.num_scheduled_R - 1
+    token_ids_T: Tensor
 
 
 def make_batch(rows: RequestRows, num_scheduled_tokens: Mapping[str, int], device: torch.device) -> InputBatch:
@@ -47,34 +49,38 @@ def make_batch(rows: RequestRows, num_scheduled_tokens: Mapping[str, int], devic
     num_computed_R = rows.num_computed_tokens[row_R]
     end_R = np.cumsum(num_scheduled_R)
     first_R = end_R - num_scheduled_R
-    row_T = np.repeat(row_R, num_scheduled_R)
-    position_T = np.arange(int(end_R[-1])) + np.repeat(num_computed_R - first_R, num_scheduled_R)
-    token_T = rows.token_ids[row_T, position_T].astype(np.int64)
+    num_tokens = int(end_R[-1])
+
+    table = torch.from_numpy(np.stack([row_R, num_scheduled_R, num_computed_R, first_R, end_R])).to(device)
+    idx_mapping_R, scheduled_R, computed_R, start_R, stop_R = table
+    request_T = torch.repeat_interleave(scheduled_R, output_size=num_tokens)
+    row_T = idx_mapping_R[request_T]
+    positions_T = torch.arange(num_tokens, device=device) + (computed_R - start_R)[request_T]
     return InputBatch(
         request_ids=list(num_scheduled_tokens),
         row_R=row_R,
         num_scheduled_R=num_scheduled_R,
         num_computed_R=num_computed_R,
         first_R=first_R,
+        last_R=end_R - 1,
         samples_R=num_computed_R + num_scheduled_R == rows.num_tokens[row_R],
+        idx_mapping_R=idx_mapping_R,
+        query_start_loc=torch.cat([start_R[:1], stop_R]).int(),
+        seq_lens_R=(computed_R + scheduled_R).int(),
         row_T=row_T,
-        position_T=position_T,
-        token_ids_T=torch.from_numpy(token_T).to(device),
-        positions_T=torch.from_numpy(position_T).to(device),
+        positions_T=positions_T,
+        token_ids_T=rows.token_ids[row_T, positions_T].long(),
     )
 
 
-def attention_metadata(
-    batch: InputBatch, tables: BlockTables, group: int, block_size: int, device: torch.device
-) -> AttentionMetadata:
+def attention_metadata(batch: InputBatch, tables: BlockTables, group: int, block_size: int) -> AttentionMetadata:
     seq_len_R = batch.num_computed_R + batch.num_scheduled_R
     max_seq_len = int(seq_len_R.max())
-    query_start_loc = np.append(batch.first_R, len(batch.row_T)).astype(np.int32)
     return AttentionMetadata(
-        query_start_loc=torch.from_numpy(query_start_loc).to(device),
-        seq_lens=torch.from_numpy(seq_len_R.astype(np.int32)).to(device),
-        block_table=tables.gather(group, batch.row_R, max_seq_len).to(device),
-        slot_mapping=tables.slots(group, batch.row_T, batch.position_T).to(device),
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens_R,
+        block_table=tables.gather(group, batch.idx_mapping_R, max_seq_len),
+        slot_mapping=tables.slots(group, batch.row_T, batch.positions_T),
         block_size=block_size,
         query_lens_host=batch.num_scheduled_R.tolist(),
         seq_lens_host=seq_len_R.tolist(),

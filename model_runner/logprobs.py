@@ -1,34 +1,66 @@
-"""Log probabilities of chosen tokens and of their best alternatives, as the wire type.
+"""Log probabilities of chosen tokens and of their alternatives, as the wire type.
+
+One call serves all positions of a step, whatever each of them asks. Knows logits and token ids; knows no rows.
+Called by the runner.
 
 Shape letters: N positions, V vocabulary, K alternatives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.sampling import ordered_top
 from halfbyte.types import TokenLogprobs
+
+# What to list at a position: so many of the best (-1 is all), or these token ids in their order.
+Listed = int | Sequence[int]
+
+# Positions that list more than this are sorted apart, so that they do not widen the others' lists.
+_WIDE = 256
 
 
 def token_logprobs(
-    scores_NV: Tensor, token_N: Tensor, num_top: int, *, normalise: bool = True, listed_ids: list[int] | None = None
+    scores_NV: Tensor, token_N: Tensor, listed: Sequence[Listed], *, normalise: bool = True
 ) -> list[TokenLogprobs]:
-    """One entry per position for `token_N` (int64).
+    """One entry per position for `token_N` (int64). scores_NV: logits, float32; normalise=False reports them as they are.
 
-    scores_NV: logits; normalise=False reports them as they are. num_top: how many alternatives, best first; -1 is all.
-    listed_ids replaces the best alternatives by these tokens, in their order.
+    The rank counts strictly better tokens, so equal ones share it. -inf is a value like any other.
     """
+    assert len(listed) == len(token_N)
     if normalise:
-        scores_NV = torch.log_softmax(scores_NV.float(), dim=1)
+        scores_NV = torch.log_softmax(scores_NV, dim=1)
     chosen_N1 = scores_NV.gather(1, token_N[:, None])
     rank_N = (scores_NV > chosen_N1).sum(1) + 1
-    if listed_ids is not None:
-        top_ids = [listed_ids] * len(token_N)
-        top_values = scores_NV[:, torch.tensor(listed_ids, device=scores_NV.device)].tolist()
-    else:
-        count = scores_NV.shape[1] if num_top == -1 else min(num_top, scores_NV.shape[1])
-        values_NK, ids_NK = scores_NV.topk(count, dim=1)
-        top_ids, top_values = ids_NK.tolist(), values_NK.tolist()
-    columns = zip(token_N.tolist(), chosen_N1[:, 0].tolist(), rank_N.tolist(), top_ids, top_values, strict=True)
-    return [TokenLogprobs(*column) for column in columns]
+    alternatives = _alternatives(scores_NV, listed)
+    columns = zip(token_N.tolist(), chosen_N1[:, 0].tolist(), rank_N.tolist(), alternatives, strict=True)
+    return [TokenLogprobs(token, score, rank, ids, values) for token, score, rank, (ids, values) in columns]
+
+
+def _alternatives(scores_NV: Tensor, listed: Sequence[Listed]) -> list[tuple[list[int], list[float]]]:
+    """(token ids, scores) that each position lists. An id outside the vocabulary has a score of -inf, not another's."""
+    vocab_size = scores_NV.shape[1]
+    result: list[tuple[list[int], list[float]]] = [([], []) for _ in listed]
+    counts = {
+        at: vocab_size if ask == -1 else min(ask, vocab_size) for at, ask in enumerate(listed) if isinstance(ask, int) and ask
+    }
+    for group in ([at for at, n in counts.items() if n <= _WIDE], [at for at, n in counts.items() if n > _WIDE]):
+        if group:
+            index = torch.tensor(group, device=scores_NV.device)
+            values_NK, ids_NK = ordered_top(scores_NV[index], max(counts[at] for at in group))
+            for at, ids, values in zip(group, ids_NK.tolist(), values_NK.tolist(), strict=True):
+                result[at] = ids[: counts[at]], values[: counts[at]]
+    named = [(at, list(ask)) for at, ask in enumerate(listed) if not isinstance(ask, int)]
+    if named:
+        at_N = [at for at, ids in named for _ in ids]
+        ids_N = [token for _, ids in named for token in ids]
+        index_2N = torch.tensor([at_N, ids_N], dtype=torch.int64, device=scores_NV.device)
+        known_N = (index_2N[1] >= 0) & (index_2N[1] < vocab_size)
+        scores_N = scores_NV[index_2N[0], torch.where(known_N, index_2N[1], 0)]
+        scores = iter(torch.where(known_N, scores_N, -torch.inf).tolist())
+        for at, ids in named:
+            result[at] = ids, [next(scores) for _ in ids]
+    return result

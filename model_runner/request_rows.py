@@ -1,9 +1,10 @@
 """The runner's memory of requests: each owns one fixed row from its entry to its release.
 
-Per-step work gathers rows by an index; nothing is moved or compacted. Knows tokens and sampling parameters; knows nothing of
-blocks, tensors on devices or the scheduler. A released row keeps nothing: `add` writes every field.
+Per-step work gathers rows by an index; nothing is moved or compacted. Tokens live on the device, counts on the host. Knows
+tokens and, through `SamplingRows`, what each row asks of the sampler; knows nothing of blocks or the scheduler. A released
+row keeps nothing. Called by the runner.
 
-Shape letters: R rows of the batch, T tokens of the step.
+Shape letters: R rows of the batch, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -11,43 +12,66 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from halfbyte.types import NewRow, SamplingParams
+from halfbyte.model_runner.sampling_rows import SamplingRows
+from halfbyte.model_runner.staged_writes import StagedRows
+from halfbyte.types import NewRow
 
 
 class RequestRows:
-    """Host arrays indexed by row. max_model_len: tokens a row can hold, prompt and output together."""
+    """Rows of up to `max_model_len` tokens, prompt and output together.
 
-    def __init__(self, max_rows: int, max_model_len: int) -> None:
-        self.token_ids = np.zeros((max_rows, max_model_len), dtype=np.int32)
+    `add` and `release` take effect on the device at the next `apply`; the host's counts are current at once.
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int64)
         self.requests: list[NewRow | None] = [None] * max_rows
+        self.sampling = SamplingRows(max_rows, vocab_size, device)
+        self._tokens = StagedRows(max_rows, max_model_len, torch.int32, device)
         self._row_of: dict[str, int] = {}
         self._free = list(reversed(range(max_rows)))
 
     def __len__(self) -> int:
         return len(self._row_of)
 
+    @property
+    def token_ids(self) -> Tensor:
+        """int32 [max rows, L]; zero beyond a row's tokens."""
+        return self._tokens.tensor
+
     def add(self, new: NewRow) -> int:
         row = self._free.pop()
         self._row_of[new.request_id] = row
         self.requests[row] = new
-        count = len(new.token_ids)
-        self.token_ids[row, :count] = new.token_ids
-        self.num_tokens[row] = count
+        self.num_tokens[row] = len(new.token_ids)
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
+        self._tokens.write(row, 0, new.token_ids)
+        self.sampling.add(row, new)
         return row
 
     def release(self, request_id: str) -> int | None:
         """Free a request's row and return it; None for a request that never entered."""
         row = self._row_of.pop(request_id, None)
-        if row is not None:
-            self.requests[row] = None
-            self._free.append(row)
+        if row is None:
+            return None
+        # One more than its tokens: a row of non-finite logits may have been given one that does not count.
+        self._tokens.clear(row, min(int(self.num_tokens[row]) + 1, self._tokens.width))
+        self.sampling.clear(row)
+        self.requests[row] = None
+        self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
+        self._free.append(row)
         return row
+
+    def apply(self) -> None:
+        """Bring the device up to date with `add` and `release`."""
+        self._tokens.apply()
+        self.sampling.apply()
 
     def index(self, request_ids: Iterable[str]) -> np.ndarray:
         return np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)
@@ -60,18 +84,12 @@ class RequestRows:
         assert request is not None, "a row in a batch has a request"
         return request
 
-    def sampling(self, row: int) -> SamplingParams:
-        return self.request(row).sampling
-
-    def append(self, row_R: np.ndarray, token_R: np.ndarray) -> None:
-        """Append one token to each row. A row that is full has had its last token: it will not be scheduled again."""
-        fits_R = self.num_tokens[row_R] < self.token_ids.shape[1]
-        rows = row_R[fits_R]
-        self.token_ids[rows, self.num_tokens[rows]] = token_R[fits_R]
-        self.num_tokens[rows] += 1
-
-    def prompt(self, row: int) -> np.ndarray:
-        return self.token_ids[row, : self.num_prompt_tokens[row]]
-
-    def output(self, row: int) -> np.ndarray:
-        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+    def append(self, row_R: np.ndarray, token_R: Tensor) -> None:
+        """Append one token, on the device, to each row. A full row has had its last one: it will not be scheduled again."""
+        at_R = self.num_tokens[row_R]
+        fits_R = at_R < self._tokens.width
+        if not fits_R.all():
+            row_R, at_R, token_R = row_R[fits_R], at_R[fits_R], token_R[torch.from_numpy(fits_R).to(token_R.device)]
+        index = torch.from_numpy(np.stack([row_R, at_R])).to(token_R.device)
+        self.token_ids[index[0], index[1]] = token_R.int()
+        self.num_tokens[row_R] += 1

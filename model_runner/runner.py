@@ -25,15 +25,15 @@ from halfbyte.model_runner.input_batch import InputBatch, attention_metadata, ma
 from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.loader import load_model
-from halfbyte.model_runner.logprobs import token_logprobs
+from halfbyte.model_runner.logprobs import Listed, token_logprobs
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampler import Sampler
 from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform
-from halfbyte.types import ModelRunnerOutput, NewRow, SamplingParams, SchedulerOutput, TokenLogprobs
+from halfbyte.types import GrownRow, ModelRunnerOutput, NewRow, SamplingParams, SchedulerOutput
 
-# float32 logits of one chunk of prompt positions
-_LOGITS_CHUNK_BYTES = 64 << 20
+# float32 logits that exist at a time
+_LOGITS_BYTES = 64 << 20
 
 
 def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig, platform: Platform) -> ModelRunner:
@@ -60,6 +60,7 @@ class ModelRunner:
         self.device = torch.device(config.model.device)
         self.kv_specs = kv_specs(model, config)
         self.layout: KVLayout = make_layout(self.kv_specs, _page_bytes)
+        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self._backend = backend
         self._windows = [group.spec.sliding_window for group in self.layout.groups]
         self._max_rows = config.scheduler.max_num_seqs
@@ -71,8 +72,8 @@ class ModelRunner:
         """The KV cache of exactly `num_blocks` blocks, and rows for requests of up to `max_model_len` tokens."""
         self._tensors = KVTensors(self.layout, num_blocks, self.device)
         self._caches = [self._tensors.layer(i) for i in range(len(self.kv_specs))]
-        self._rows = RequestRows(self._max_rows, max_model_len)
-        self._tables = BlockTables(self.layout, self._max_rows, max_model_len)
+        self._rows = RequestRows(self._max_rows, max_model_len, self.model.config.vocab_size, self.device)
+        self._tables = BlockTables(self.layout, self._max_rows, max_model_len, self.device)
         self._sampler = Sampler(self._rows, keep_processed=self._mode.startswith("processed"))
 
     @torch.inference_mode()
@@ -83,10 +84,8 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return
         batch = make_batch(self._rows, scheduled.num_scheduled_tokens, self.device)
-        metadata = [
-            attention_metadata(batch, self._tables, group, self.layout.block_size, self.device)
-            for group in range(len(self.layout.groups))
-        ]
+        groups = range(len(self.layout.groups))
+        metadata = [attention_metadata(batch, self._tables, group, self.layout.block_size) for group in groups]
         for one, window in zip(metadata, self._windows, strict=True):
             self._backend.prepare(one, window)
         context = ForwardContext(metadata, self._caches, self.layout.group_of_layer)
@@ -95,34 +94,41 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, grammar_mask: Tensor | None = None) -> ModelRunnerOutput:
-        """Tokens of the rows whose known tokens are all computed, and log probabilities where they were asked for."""
+        """Tokens of the rows whose known tokens are all computed, and log probabilities where they were asked for.
+
+        grammar_mask: int32 [requests of the step, in its order; ceil(V / 32)], all ones for a request without a grammar.
+        """
         batch, hidden_TE = self._batch, self._hidden_TE
         if batch is None or hidden_TE is None:
             return ModelRunnerOutput([], [], [])
+        self._batch = self._hidden_TE = None
         output = ModelRunnerOutput(batch.request_ids, [[] for _ in batch.request_ids], [None] * len(batch.request_ids))
-        output.prompt_logprobs = self._prompt_logprobs(batch, hidden_TE)
-        self._rows.num_computed_tokens[batch.row_R] += batch.num_scheduled_R
-        sampling = np.flatnonzero(batch.samples_R)
-        if len(sampling):
-            self._sample_rows(output, batch, hidden_TE, sampling, grammar_mask)
+        bad = self._prompt_logprobs(output, batch, hidden_TE)
+        sampling, step = np.flatnonzero(batch.samples_R), self._num_logits
+        for start in range(0, len(sampling), step):
+            bad |= self._sample_rows(output, batch, hidden_TE, sampling[start : start + step], grammar_mask)
+        output.bad_rows = frozenset(bad)
+        for place in [i for i, request_id in enumerate(batch.request_ids) if request_id in bad]:
+            output.token_ids[place], output.logprobs[place] = [], None
         return output
 
     def warm_up(self) -> None:
-        """A prompt and a decode through the code of real requests, so that the first of those is not the slow one.
+        """Prompts and a decode through the code of real requests, so that the first of those is not the slow one.
 
-        Uses one block per group, which any cache has.
+        Uses one block per group, which any cache has, and leaves no row.
         """
         num_tokens = min(self.layout.block_size, self._rows.token_ids.shape[1]) - 1
         if num_tokens < 1:
             return
         tables = [[1 + group] for group in range(len(self.layout.groups))]
-        params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-        new = NewRow("warm-up", [0] * num_tokens, num_tokens, 0, tables, params, frozenset())
-        self.execute(SchedulerOutput(new_rows=[new], num_scheduled_tokens={"warm-up": num_tokens}))
-        self.sample()
-        self.execute(SchedulerOutput(num_scheduled_tokens={"warm-up": 1}))
-        self.sample()
-        self.execute(SchedulerOutput(finished_request_ids=["warm-up"]))
+        for params in (SamplingParams(seed=0, top_p=0.9, logprobs=1), SamplingParams(seed=0)):
+            new = NewRow("warm-up", [0] * num_tokens, num_tokens, 0, tables, params, frozenset())
+            self.execute(SchedulerOutput(new_rows=[new], num_scheduled_tokens={"warm-up": num_tokens}))
+            self.sample()
+            grown = GrownRow("warm-up", num_tokens, [[] for _ in tables])
+            self.execute(SchedulerOutput(grown_rows=[grown], num_scheduled_tokens={"warm-up": 1}))
+            self.sample()
+            self.execute(SchedulerOutput(finished_request_ids=["warm-up"]))
 
     def close(self) -> None:
         """Drop the model and the cache."""
@@ -143,6 +149,11 @@ class ModelRunner:
         if refusals:
             raise UnsupportedError(*refusals)
 
+    @property
+    def _num_logits(self) -> int:
+        """Positions whose logits are computed at a time."""
+        return max(1, _LOGITS_BYTES // (4 * self.model.config.vocab_size))
+
     def _apply(self, scheduled: SchedulerOutput) -> None:
         """Bring rows and block tables up to date. Requests that never entered (their step had failed) are ignored."""
         for request_id in (*scheduled.finished_request_ids, *scheduled.preempted_request_ids):
@@ -154,55 +165,83 @@ class ModelRunner:
             row = self._rows.row(grown.request_id)
             self._rows.num_computed_tokens[row] = grown.num_computed_tokens
             self._tables.append(row, grown.new_block_ids)
+        self._rows.apply()
+        self._tables.apply()
+
+    def _logits(self, hidden_TE: Tensor, at: np.ndarray) -> Tensor:
+        """float32 logits [N, V] of the step's tokens at `at`."""
+        return self.model.compute_logits(hidden_TE[torch.from_numpy(at).to(self.device)])
 
     def _sample_rows(
-        self, output: ModelRunnerOutput, batch: InputBatch, hidden_TE: Tensor, sampling: np.ndarray, mask: Tensor | None
-    ) -> None:
-        """Fill in tokens, log probabilities and bad rows for the requests at `sampling` (positions in the batch)."""
-        row_R = batch.row_R[sampling]
-        logits_RV = self.model.compute_logits(hidden_TE[torch.from_numpy(batch.last_R[sampling]).to(self.device)])
-        wanted = [(i, p) for i, row in enumerate(row_R.tolist()) if (p := self._rows.sampling(row)).logprobs is not None]
-        raw_RV = logits_RV.clone() if wanted and self._mode.startswith("raw") else None
+        self, output: ModelRunnerOutput, batch: InputBatch, hidden_TE: Tensor, at: np.ndarray, mask: Tensor | None
+    ) -> set[str]:
+        """Fill in tokens and log probabilities for the requests at `at` of the batch; returns those that have no numbers."""
+        row_R, places = batch.row_R[at], at.tolist()
+        logits_RV = self._logits(hidden_TE, batch.last_R[at])
+        if mask is not None:
+            mask = mask[torch.from_numpy(at).to(mask.device)].to(self.device)
+        requests = [self._rows.request(row) for row in row_R.tolist()]
+        wanted = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
+        index_N = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        is_raw = self._mode.startswith("raw")
+        scores_NV = logits_RV[index_N] if wanted and is_raw else None
         sampled = self._sampler.sample(logits_RV, row_R, mask)
-        finite, tokens = sampled.finite_R.tolist(), sampled.token_R.tolist()
-        output.bad_rows = frozenset(batch.request_ids[at] for at, good in zip(sampling.tolist(), finite, strict=True) if not good)
-        for at, token, good in zip(sampling.tolist(), tokens, finite, strict=True):
-            output.token_ids[at] = [token] if good else []
-        self._rows.append(row_R, np.array(tokens))
-        scores_RV = sampled.processed_RV if raw_RV is None else raw_RV
-        for i, params in wanted:
-            if scores_RV is not None and finite[i]:
-                output.logprobs[int(sampling[i])] = self._scores(scores_RV[i : i + 1], sampled.token_R[i : i + 1], params)
+        if wanted and sampled.processed_RV is not None:
+            scores_NV = sampled.processed_RV[index_N]
 
-    def _scores(self, scores_NV: Tensor, token_N: Tensor, params: SamplingParams) -> list[TokenLogprobs]:
-        return token_logprobs(
-            scores_NV,
-            token_N,
-            params.logprobs or 0,
-            normalise=self._mode.endswith("logprobs"),
-            listed_ids=params.logprob_token_ids,
-        )
+        finite_R = sampled.finite_R.cpu().numpy()
+        for place, token in zip(places, sampled.token_R.tolist(), strict=True):
+            output.token_ids[place] = [token]
+        good = torch.from_numpy(finite_R).to(self.device)
+        self._rows.append(row_R[finite_R], sampled.token_R if finite_R.all() else sampled.token_R[good])
+        if scores_NV is not None:
+            listed = [_listed(requests[i].sampling) for i in wanted]
+            entries = token_logprobs(scores_NV, sampled.token_R[index_N], listed, normalise=self._normalises)
+            for i, entry in zip(wanted, entries, strict=True):
+                output.logprobs[places[i]] = [entry]
+        return {batch.request_ids[place] for place, finite in zip(places, finite_R.tolist(), strict=True) if not finite}
 
-    def _prompt_logprobs(self, batch: InputBatch, hidden_TE: Tensor) -> dict[str, list[TokenLogprobs]]:
-        """For each request that wants them: entries of the prompt tokens that follow this step's prompt positions."""
-        results: dict[str, list[TokenLogprobs]] = {}
-        chunk = max(1, _LOGITS_CHUNK_BYTES // (4 * self.model.config.vocab_size))
-        for at, row in enumerate(batch.row_R.tolist()):
-            num_top = self._rows.sampling(row).prompt_logprobs
-            if num_top is None:
+    @property
+    def _normalises(self) -> bool:
+        return self._mode.endswith("logprobs")
+
+    def _prompt_logprobs(self, output: ModelRunnerOutput, batch: InputBatch, hidden_TE: Tensor) -> set[str]:
+        """Entries of the prompt tokens that follow this step's prompt positions, for the requests that want them.
+
+        A request that comes back with output tokens has had its entries. Returns requests whose logits are no numbers.
+        """
+        owners: list[int] = []
+        at, targets, listed = [], [], []
+        for place, row in enumerate(batch.row_R.tolist()):
+            request = self._rows.request(row)
+            ask = request.sampling.prompt_logprobs
+            if ask is None or len(request.token_ids) > request.num_prompt_tokens:
                 continue
-            computed = int(batch.num_computed_R[at])
-            last = int(self._rows.num_prompt_tokens[row]) - 1
-            count = min(int(batch.num_scheduled_R[at]), last - computed)
-            entries = results.setdefault(batch.request_ids[at], [])
-            for start in range(0, count, chunk):
-                end = min(start + chunk, count)
-                first = int(batch.first_R[at])
-                target = self._rows.token_ids[row, computed + start + 1 : computed + end + 1].astype(np.int64)
-                logits_NV = self.model.compute_logits(hidden_TE[first + start : first + end])
-                normalise = self._mode.endswith("logprobs")
-                entries += token_logprobs(logits_NV, torch.from_numpy(target).to(self.device), num_top, normalise=normalise)
-        return results
+            computed = int(batch.num_computed_R[place])
+            count = min(int(batch.num_scheduled_R[place]), request.num_prompt_tokens - 1 - computed)
+            if count > 0:
+                owners += [place] * count
+                listed += [ask] * count
+                at.append(int(batch.first_R[place]) + np.arange(count))
+                targets += request.token_ids[computed + 1 : computed + 1 + count]
+        if not owners:
+            return set()
+        bad: set[str] = set()
+        at_N, target_N = np.concatenate(at), torch.tensor(targets, dtype=torch.int64, device=self.device)
+        for start in range(0, len(owners), self._num_logits):
+            part = slice(start, start + self._num_logits)
+            logits_NV = self._logits(hidden_TE, at_N[part])
+            finite = logits_NV.amax(1).isfinite().tolist()
+            entries = token_logprobs(logits_NV, target_N[part], listed[part], normalise=self._normalises)
+            for place, entry, good in zip(owners[part], entries, finite, strict=True):
+                output.prompt_logprobs.setdefault(batch.request_ids[place], []).append(entry)
+                if not good:
+                    bad.add(batch.request_ids[place])
+        return bad
+
+
+def _listed(params: SamplingParams) -> Listed:
+    return params.logprobs or 0 if params.logprob_token_ids is None else params.logprob_token_ids
 
 
 def kv_specs(model: Model, config: EngineConfig) -> list[KVCacheSpec]:

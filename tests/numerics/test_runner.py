@@ -162,11 +162,32 @@ def test_shared_prefix_blocks_equal_computed_ones(make_runner: Callable[..., Mod
     alone = Driver(make_runner()).generate("b", PROMPT[:12] + tail, GREEDY, 5)
     driver.generate("a", PROMPT, GREEDY, 2)
     driver.tables["b"] = [blocks[:3] for blocks in driver.tables["a"]]
+    for group, table in zip(driver.runner.layout.groups, driver.tables["b"], strict=True):
+        if group.spec.sliding_window is not None:
+            table[0] = 0  # slid out of the window: the null block stands in
     row = driver.enter("b", PROMPT[:12] + tail, GREEDY)
     driver.computed["b"] = 12
     tokens = driver.step({"b": 3}, [row]).token_ids[0]
     for _ in range(4):
         tokens += driver.step({"b": 1}).token_ids[0]
+    assert tokens == alone
+
+
+def test_blocks_that_slid_out_of_the_window_may_serve_others(make_runner: Callable[..., ModelRunner]) -> None:
+    """The row still names them; it must not read them, whoever writes there now."""
+    driver = Driver(make_runner())
+    alone = Driver(make_runner()).generate("a", PROMPT, GREEDY, 8)
+    tokens = driver.generate("a", PROMPT, GREEDY, 2)
+    driver.tables["b"] = [
+        [driver.next_block] if group.spec.sliding_window is None else table[:1]
+        for group, table in zip(driver.runner.layout.groups, driver.tables["a"], strict=True)
+    ]
+    driver.next_block += 1
+    output = driver.step({"b": 4, "a": 1}, [driver.enter("b", [POISON] * 4, GREEDY)])
+    assert output.bad_rows == {"b"}
+    tokens += output.token_ids[1]
+    for _ in range(5):
+        tokens += driver.step({"a": 1}).token_ids[0]
     assert tokens == alone
 
 
@@ -195,6 +216,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_no_trace(make_runner: Callable[...,
         {"bad": 3, "good": 13}, [driver.enter("bad", [1, POISON, 2], GREEDY), driver.enter("good", PROMPT, GREEDY)]
     )
     assert output.bad_rows == {"bad"} and output.token_ids[0] == []
+    assert sorted(driver.runner._rows.num_tokens.tolist()) == [0, 0, 3, 14]  # the bad row was given no token
     tokens = output.token_ids[1]
     # the next request gets the very blocks that hold NaN now, and writes fewer positions than they have
     driver.tables["next"] = driver.tables.pop("bad")
@@ -260,3 +282,107 @@ def test_listed_logprob_ids(make_runner: Callable[..., ModelRunner]) -> None:
     driver = Driver(make_runner())
     entry = (driver.step({"a": 13}, [driver.enter("a", PROMPT, params)]).logprobs[0] or [])[0]
     assert entry.top_token_ids == [90, 3] and entry.rank == 1
+
+
+def test_resumed_requests_do_not_repeat_prompt_logprobs(make_runner: Callable[..., ModelRunner]) -> None:
+    """They were delivered with the first token; a request that was preempted before it gets them all again."""
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    driver = Driver(make_runner())
+    assert len(driver.step({"a": 5}, [driver.enter("a", PROMPT, params)]).prompt_logprobs["a"]) == 5
+    driver.tables.pop("a")
+    again = driver.step({"a": 13}, [driver.enter("a", PROMPT, params)], preempted_request_ids=["a"])
+    assert len(again.prompt_logprobs["a"]) == 12
+    driver.tables.pop("a")
+    resumed = driver.enter("a", PROMPT + again.token_ids[0], params, num_prompt=13)
+    output = driver.step({"a": 14}, [resumed], preempted_request_ids=["a"])
+    assert not output.prompt_logprobs and len(output.token_ids[0]) == 1
+
+
+def test_no_number_in_the_prompts_logits_fails_the_request(make_runner: Callable[..., ModelRunner]) -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    driver = Driver(make_runner())
+    rows = [driver.enter("bad", [1, POISON, 2, 3], params), driver.enter("good", PROMPT, params)]
+    output = driver.step({"bad": 3, "good": 13}, rows)  # the bad prompt is not at its end yet
+    assert output.bad_rows == {"bad"} and output.token_ids[0] == [] and len(output.prompt_logprobs["good"]) == 12
+
+
+def test_logits_are_computed_for_few_positions_at_a_time(
+    make_runner: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rows that sample and prompt positions that were asked for, in chunks; the results are those of one chunk."""
+    asked = {
+        "a": SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=3),
+        "b": SamplingParams(seed=4, logprobs=0),
+        "c": GREEDY,
+        "d": SamplingParams(seed=4, prompt_logprobs=1),
+    }
+    counts = {"a": 13, "b": 12, "c": 5, "d": 13}  # c's prompt is not done
+
+    def run() -> tuple[ModelRunnerOutput, list[int]]:
+        driver, heights = Driver(make_runner()), []
+        compute = driver.runner.model.compute_logits
+
+        def counted(hidden: torch.Tensor) -> torch.Tensor:
+            heights.append(len(hidden))
+            return compute(hidden)
+
+        monkeypatch.setattr(driver.runner.model, "compute_logits", counted)
+        rows = [driver.enter(name, PROMPT if name != "b" else PROMPT[1:], p) for name, p in asked.items()]
+        return driver.step(counts, rows), heights
+
+    whole, heights = run()
+    assert heights == [24, 3]
+    monkeypatch.setattr("halfbyte.model_runner.runner._LOGITS_BYTES", 4 * VOCAB_SIZE * 2)
+    parts, heights = run()
+    assert heights == [2] * 12 + [2, 1]
+    assert parts.token_ids == whole.token_ids and [len(t) for t in whole.token_ids] == [1, 1, 0, 1]
+    for ours, theirs in zip(parts.prompt_logprobs["a"], whole.prompt_logprobs["a"], strict=True):
+        assert ours.top_token_ids == theirs.top_token_ids and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert [entry is None for entry in whole.logprobs] == [False, False, True, True]
+    assert [len(e.top_token_ids) for e in (whole.logprobs[0] or []) + (whole.logprobs[1] or [])] == [2, 0]
+
+
+def test_a_grammar_mask_is_in_the_order_of_the_step(make_runner: Callable[..., ModelRunner]) -> None:
+    driver = Driver(make_runner())
+    rows = [driver.enter(name, PROMPT, GREEDY) for name in "abc"]
+    driver.grow("a", 13), driver.grow("b", 13), driver.grow("c", 13)
+    for row in rows:
+        row.block_ids = driver.tables[row.request_id]
+    driver.runner.execute(SchedulerOutput(rows, [], {"a": 13, "b": 4, "c": 13}))
+    mask = torch.full((3, 4), -1, dtype=torch.int32)
+    mask[0], mask[1], mask[2] = 0, 0, 0
+    mask[0, 0], mask[1, 0], mask[2, 1] = 1 << 7, 1 << 8, 1 << 9
+    assert driver.runner.sample(mask).token_ids == [[7], [], [32 + 9]]
+
+
+def test_warming_up_leaves_no_trace(make_runner: Callable[..., ModelRunner]) -> None:
+    alone = Driver(make_runner()).generate("a", PROMPT, GREEDY, 5)
+    runner = make_runner()
+    runner.warm_up()
+    assert runner.weight_bytes == sum(p.nbytes for p in runner.model.parameters()) > 0
+    driver = Driver(runner)
+    assert driver.generate("a", PROMPT, GREEDY, 5) == alone
+    rows = [driver.enter(name, PROMPT, GREEDY) for name in "bcd"]  # all four rows are free
+    assert driver.step({"b": 13, "c": 13, "d": 13}, rows).token_ids == [alone[:1]] * 3
+
+
+def test_a_step_that_raises_can_be_followed_by_another(
+    make_runner: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine then computes its requests again; rows that had entered are released as preempted ones."""
+    alone = Driver(make_runner()).generate("a", PROMPT, SamplingParams(seed=2), 4)
+    driver = Driver(make_runner())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner._backend, "prepare", fail)
+        with pytest.raises(RuntimeError):
+            driver.step({"a": 13}, [driver.enter("a", PROMPT, SamplingParams(seed=2, logit_bias={1: 100.0}))])
+    assert driver.runner.sample().request_ids == []
+    row = driver.enter("a", PROMPT, SamplingParams(seed=2))
+    tokens = driver.step({"a": 13}, [row], preempted_request_ids=["a"]).token_ids[0]
+    for _ in range(3):
+        tokens += driver.step({"a": 1}).token_ids[0]
+    assert tokens == alone
