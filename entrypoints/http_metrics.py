@@ -6,15 +6,8 @@ engine's metrics are its own; `/metrics` shows both.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-UNCOUNTED = frozenset({"/metrics", "/health", "/ping", "/version"})
-METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-NO_ROUTE = "none"
 DURATION_BUCKETS_S = (0.1, 0.5, 1.0)
 
 
@@ -40,32 +33,3 @@ class HttpMetrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
-
-
-class CountRequests:
-    """Middleware that records each request that passes. `paths`: the server's routes; all others share one label."""
-
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: Iterable[str]) -> None:
-        self.app = app
-        self._metrics = metrics
-        self._paths = frozenset(paths) - UNCOUNTED
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or path in UNCOUNTED:
-            return await self.app(scope, receive, send)
-        started_s = time.monotonic()
-        status = 500
-
-        async def send_noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_noted)
-        finally:
-            handler = path if path in self._paths else NO_ROUTE
-            method = scope["method"] if scope["method"] in METHODS else "OTHER"
-            self._metrics.record(handler, method, status, time.monotonic() - started_s)

@@ -1,7 +1,7 @@
 """What happens to a request before any route sees it: its label, its key, its host, its size; and what no route caught.
 
-Plain ASGI, outermost first: RootPath, RequestLabels, ApiKeys, AllowedHosts, (CORS, counting), BodyLimit, InternalErrors. They
-decide on the scope alone, before the body is read. Installed by `server.build_app`.
+Plain ASGI, outermost first: RootPath, RequestLabels, ApiKeys, AllowedHosts, (CORS), CountRequests, BodyLimit, InternalErrors.
+They decide on the scope alone, before the body is read. Installed by `server.build_app`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import time
 import uuid
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, HttpError, explain
 from halfbyte.entrypoints.openai.frontend import LABEL_KEY, request_label
 
-# Everything else needs the key, whether it exists or not.
+# Probes: open to all and not counted. Everything else needs the key, whether it exists or not.
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+NO_ROUTE = "none"
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 REQUEST_ID_HEADER = "x-request-id"
 
@@ -114,6 +118,34 @@ class AllowedHosts:
             return await self.app(scope, receive, send)
         message = "the Host header names none of this server's hosts; start it with --allowed-hosts to add one"
         await ApiError(400, "Bad Request", message, "host").response()(scope, receive, send)
+
+
+class CountRequests:
+    """Records each request but probes. `paths`: the server's routes; all others share one label."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: Iterable[str]) -> None:
+        self.app = app
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (path := route_path(scope)) in PUBLIC_PATHS:
+            return await self.app(scope, receive, send)
+        started_s = time.monotonic()
+        status = 500
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        finally:
+            handler = path if path in self._paths else NO_ROUTE
+            method = scope["method"] if scope["method"] in METHODS else "OTHER"
+            self._metrics.record(handler, method, status, time.monotonic() - started_s)
 
 
 class BodyLimit:

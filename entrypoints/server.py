@@ -23,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.entrypoints import middleware
-from halfbyte.entrypoints.http_metrics import CountRequests
 from halfbyte.entrypoints.openai.errors import install_error_handlers
 from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
@@ -59,7 +58,7 @@ def build_app(engine: Engine, server_config: ServerConfig) -> FastAPI:
     app.add_middleware(middleware.InternalErrors)
     app.add_middleware(middleware.BodyLimit, max_bytes=server_config.max_body_bytes)
     paths = [route.path for route in app.routes if isinstance(route, Route)]
-    app.add_middleware(CountRequests, metrics=frontend.http_metrics, paths=paths)
+    app.add_middleware(middleware.CountRequests, metrics=frontend.http_metrics, paths=paths)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=server_config.allowed_origins,
