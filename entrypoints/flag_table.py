@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from halfbyte.resolve import (
 
 # Keys may also come from the environment, where `ps` does not show them: the first of these that is set.
 API_KEY_VARIABLES = ("HALFBYTE_API_KEY", "VLLM_API_KEY")
-
 
 UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -59,9 +58,14 @@ def _check_port(port: int) -> None:
         raise UserError(f"--port must be in [0, 65535], got {port}", param="port")
 
 
-def _check_seconds(seconds: float) -> None:
-    if not 0.0 <= seconds < math.inf:
-        raise UserError(f"a time must be 0 or more seconds, got {seconds}")
+def _seconds(flag: str) -> Callable[[float], None]:
+    """The check of a flag that is a time."""
+
+    def check(seconds: float) -> None:
+        if not 0.0 <= seconds < math.inf:
+            raise UserError(f"{flag} must be 0 or more seconds, got {seconds}")
+
+    return check
 
 
 def _check_body_limit(size: int) -> None:
@@ -94,33 +98,33 @@ def _prompt(name: str, help: str, **rest: Any) -> Flag:
     return Flag(name=name, help=help, owner="server", group="prompts and answers", **rest)
 
 
-LOG_LEVEL = Flag(name="log-level", help="least level of log lines; debug adds tracebacks", choices=lambda: LEVELS)
+LOG_LEVEL = Flag(name="log-level", help="least level of log lines; debug adds tracebacks (default: info)", choices=lambda: LEVELS)
 
 ENGINE_FLAGS: tuple[Flag, ...] = (
     _model("model", f"catalogue name, .gguf file, folder or hub id (default: {DEFAULT_MODEL})"),
     _model("tokenizer", "folder or hub id of another tokenizer (default: the model's)"),
     _model("revision", "branch, tag or commit on the hub"),
     _model("hf-token", "token for private models on the hub"),
-    _model("download-dir", "where downloads are kept"),
+    _model("download-dir", "where downloads are kept (default: the user's cache folder)"),
     _model("load-format", f"how weights are read ({', '.join(LOAD_FORMATS)})", check=_check_load_format),
     _model("hf-overrides", "changes to the model's config", kind="json"),
     _model("dtype", "type of weights and activations", choices=lambda: (*DTYPES, *DTYPE_ALIASES)),
     _model("device", "where the model runs", choices=lambda: DEVICES),
     _model("max-model-len", "longest prompt plus answer in tokens; auto fits the memory (default: the model's)", kind="length"),
-    _model("seed", "seed of requests that bring none", kind="integer"),
+    _model("seed", "seed for the requests that bring none (default: a new one each start)", kind="integer"),
     _model("attention-backend", "which attention kernels run", choices=attention_backends),
     _model("num-threads", "CPU threads (default: what affinity and cgroup quota grant)", kind="integer"),
     _cache("block-size", "tokens per KV block (default: 16)", kind="integer"),
     _cache("kv-cache-dtype", "format of cached keys and values", choices=kv_cache_dtypes, check=_check_kv_cache_dtype),
-    _cache("kv-cache-memory-bytes", "exact size of the KV cache, such as 4G", kind="size"),
+    _cache("kv-cache-memory-bytes", "exact size of the KV cache, such as 4G (default: what the memory holds)", kind="size"),
     _cache("gpu-memory-utilization", "part of the memory to use, in (0, 1] (default: 0.92; 0.5 on a CPU)", kind="number"),
-    _cache("num-gpu-blocks-override", "exact number of KV blocks", kind="integer"),
+    _cache("num-gpu-blocks-override", "exact number of KV blocks (default: what the memory holds)", kind="integer"),
     _cache("enable-prefix-caching", "share KV blocks of equal prompt beginnings (default: on)", kind="switch"),
     _batch("max-num-seqs", "requests that run at once (default: 256; 64 on a CPU)", kind="size"),
     _batch("max-num-batched-tokens", "token budget of a step (default: 2048)", kind="size"),
-    _batch("max-num-queued-reqs", "waiting requests beyond which new ones get 503", kind="size"),
-    _batch("max-num-queued-tokens", "waiting prompt tokens beyond which new requests get 503", kind="size"),
-    _batch("long-prefill-token-threshold", "most prompt tokens of one request in a step; 0: no limit (default)", kind="size"),
+    _batch("max-num-queued-reqs", "waiting requests beyond which new ones get 503 (default: no limit)", kind="size"),
+    _batch("max-num-queued-tokens", "waiting prompt tokens beyond which new requests get 503 (default: no limit)", kind="size"),
+    _batch("long-prefill-token-threshold", "most prompt tokens of one request in a step (default: 0, no limit)", kind="size"),
     _batch("enable-chunked-prefill", "split long prompts over steps (default: on)", kind="switch"),
     _batch("scheduling-policy", "order of waiting requests", choices=lambda: SCHEDULING_POLICIES),
     _batch("max-logprobs", "most logprobs per token that a request may ask; -1: all (default: 20)", kind="integer"),
@@ -130,7 +134,12 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
 SERVER_FLAGS: tuple[Flag, ...] = (
     _http("host", "address to listen on (default: 127.0.0.1)"),
     _http("port", "port to listen on (default: 8000)", kind="integer", check=_check_port),
-    _http("served-model-name", "names that requests may use; the first is reported", kind="texts", field="served_model_names"),
+    _http(
+        "served-model-name",
+        "names that requests may use; the first is reported (default: --model)",
+        kind="texts",
+        field="served_model_names",
+    ),
     _http(
         "api-key", f"keys, any of which opens the API (default: {' or '.join(API_KEY_VARIABLES)})", kind="texts", field="api_keys"
     ),
@@ -139,7 +148,11 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     _http("allowed-methods", "methods for those origins (default: all)", kind="json_list"),
     _http("allowed-headers", "headers for those origins (default: all)", kind="json_list"),
     _http("allow-credentials", "let browsers send credentials", kind="switch"),
-    _http("allowed-hosts", "values of the Host header that are answered (default: all)", kind="json_list"),
+    _http(
+        "allowed-hosts",
+        "names that the Host header may have, * for any (default: this machine's on a loopback address, else any)",
+        kind="json_list",
+    ),
     _http("enable-request-id-headers", "answer with X-Request-Id", kind="switch"),
     _http("disable-fastapi-docs", "serve no /docs, /redoc and /openapi.json", kind="switch"),
     _http("max-body-bytes", "largest request body (default: 32M)", kind="size", check=_check_body_limit),
@@ -150,14 +163,14 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         "seconds to finish requests after SIGTERM (default: 0)",
         kind="number",
         field="shutdown_timeout_s",
-        check=_check_seconds,
+        check=_seconds("--shutdown-timeout"),
     ),
     _http(
         "sse-keep-alive-interval",
-        "seconds between comments in a silent stream; 0: none (default)",
+        "seconds between comments in a silent stream (default: 0, none)",
         kind="number",
         field="sse_keep_alive_interval_s",
-        check=_check_seconds,
+        check=_seconds("--sse-keep-alive-interval"),
     ),
     _http("uvicorn-log-level", "least level of the HTTP server's log lines (default: info)", choices=lambda: UVICORN_LEVELS),
     _http("disable-uvicorn-access-log", "no line per HTTP request", kind="switch"),
@@ -170,7 +183,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     _prompt("generation-config", "where sampling defaults come from: auto (the model), vllm (neutral) or a folder"),
     _prompt("override-generation-config", "changes to the sampling defaults", kind="json"),
     _prompt("enable-prompt-tokens-details", "report cached tokens in usage", kind="switch"),
-    _prompt("enable-force-include-usage", "end every stream with usage", kind="switch"),
+    _prompt("enable-force-include-usage", "send usage with every chunk of every stream", kind="switch"),
 )
 
 _ONE_DEVICE = "this version runs on one device"
