@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from halfbyte import __version__
 from halfbyte.entrypoints.flags import UsageError
 from halfbyte.errors import HalfbyteError
-from halfbyte.log import one_line, setup_logging
+from halfbyte.log import LEVELS, one_line, setup_logging
 
 # command -> (its module, what it does); the modules have `run(argv) -> exit code`
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -88,7 +88,7 @@ def _log_level(words: Sequence[str]) -> str:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == "--log-level":
             value = value if equals else "".join(words[index + 1 : index + 2])
-            return value if value in ("debug", "info", "warning", "error") else "info"
+            return value if value in LEVELS else "info"
     return "info"
 
 

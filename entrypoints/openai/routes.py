@@ -34,14 +34,14 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
             return await answer(frontend, request, prefix, model, handler)
 
         body = {"content": {"application/json": {"schema": _schema(model)}}, "required": True}
-        app.add_api_route(path, endpoint, methods=["POST"], name=path, openapi_extra={"requestBody": body})
+        app.add_api_route(path, endpoint, methods=["POST"], name=path, summary=path, openapi_extra={"requestBody": body})
 
     def say(path: str, respond: Callable[[], Response], *methods: str) -> None:
         async def endpoint() -> Response:
             return respond()
 
         for method in methods:
-            app.add_api_route(path, endpoint, methods=[method], name=path)
+            app.add_api_route(path, endpoint, methods=[method], name=path, summary=path)
 
     post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create)
     post("/v1/completions", "cmpl-", CompletionRequest, completions.create)

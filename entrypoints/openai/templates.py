@@ -28,8 +28,6 @@ async def render(
     frontend: Frontend, request: TemplatedRequest, messages: list[dict[str, Any]], reasoning_effort: str | None = None
 ) -> str:
     """The prompt text of a conversation. UserError when the request asks for what it may not, or the template refuses it."""
-    if request.add_generation_prompt and request.continue_final_message:
-        raise UserError("add_generation_prompt and continue_final_message exclude each other", param="continue_final_message")
     arguments = _arguments(frontend, request, reasoning_effort)
 
     def work() -> str:
