@@ -1,0 +1,98 @@
+"""Every curl line of docs/api.md, as a reader would run it: the status is the documented one, and the keys shown exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+DOCUMENTED_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command, and what the page shows of its answer ("" where there is nothing to show)."""
+
+    title: str
+    command: str
+    status: int
+    kind: str
+    answer: str
+
+
+def examples() -> Iterator[Example]:
+    """Each `sh` block that is a curl command, with the block behind it if nothing but a status stands between them."""
+    blocks = list(re.finditer(r"^```(\w+)\n(.*?)^```$|^#+ ([^\n]+)$", PAGE, re.M | re.S))
+    title = ""
+    for index, block in enumerate(blocks):
+        title = block.group(3) or title
+        if block.group(1) != "sh" or not block.group(2).startswith("curl "):
+            continue
+        status, kind, answer = 200, "", ""
+        behind = blocks[index + 1] if index + 1 < len(blocks) else None
+        if behind is not None and behind.group(1) in ("json", "text"):
+            between = PAGE[block.end() : behind.start()].strip()
+            said = re.fullmatch(r"(?:Answered with status (\d+):)?", between)
+            assert said, f"{title}: {between!r} stands between a command and its answer"
+            status, kind, answer = int(said.group(1) or 200), behind.group(1), behind.group(2)
+        yield Example(title, block.group(2), status, kind, answer)
+
+
+EXAMPLES = list(examples())
+
+
+def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
+    called = {word.removeprefix(DOCUMENTED_URL) for example in EXAMPLES for word in shlex.split(example.command)}
+    routes = re.findall(r"^### `(?:GET|POST) (\S+)`", PAGE, re.M)
+    assert [route for route in routes if route not in called] == ["/docs"]
+    assert len(EXAMPLES) == PAGE.count("\ncurl ")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[f"{i}-{example.title}" for i, example in enumerate(EXAMPLES)])
+def test_example(demo_server: Any, example: Example) -> None:
+    command = shlex.split(example.command.replace(DOCUMENTED_URL, demo_server.url))
+    command = [word for word in command if word != "-i"]  # shows the headers; here the body is read
+    done = subprocess.run([*command, "-sS", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, timeout=60)
+    answer, _, status = done.stdout.rpartition("\n")
+    assert int(status) == example.status, answer
+    if example.kind == "json":
+        compare(json.loads(example.answer), json.loads(answer), "$")
+    elif example.answer.startswith("data: "):
+        compare_streams(example.answer, answer)
+    elif example.kind == "text":
+        names = set(re.findall(r"^(?:# TYPE )?(\w[\w:]*)", answer, re.M))  # a metric without values has at least a type
+        assert set(re.findall(r"^\w[\w:]*", example.answer, re.M)) <= names
+    else:
+        assert answer == ""
+
+
+def compare(shown: Any, actual: Any, place: str) -> None:
+    """What is shown exists and is of the same kind. Lists are abridged: entries are compared with those at their places."""
+    if isinstance(shown, dict):
+        assert isinstance(actual, dict) and shown.keys() <= actual.keys(), f"{place} has no {shown.keys() - actual.keys()}"
+        for key, value in shown.items():
+            compare(value, actual[key], f"{place}.{key}")
+    elif isinstance(shown, list):
+        assert isinstance(actual, list) and (actual or not shown), place
+        for index, (value, found) in enumerate(zip(shown, actual, strict=False)):
+            compare(value, found, f"{place}[{index}]")
+    else:
+        assert isinstance(actual, (int, float) if isinstance(shown, (int, float)) else type(shown)), f"{place} is {actual!r}"
+
+
+def compare_streams(shown: str, actual: str) -> None:
+    """The same number of events in the same order, and the end mark."""
+    shown_events, events = (re.findall(r"^data: (.*)$", text, re.M) for text in (shown, actual))
+    assert len(shown_events) == len(events) and shown_events[-1] == events[-1] == "[DONE]"
+    for index, (wanted, event) in enumerate(zip(shown_events[:-1], events[:-1], strict=True)):
+        wanted_choices, choices = json.loads(wanted), json.loads(event)
+        compare(wanted_choices, choices, f"event {index}")
+        assert bool(wanted_choices["choices"]) == bool(choices["choices"])
