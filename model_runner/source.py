@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from halfbyte.model_runner.catalogue import CATALOGUE, fetch
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 # Copies of the same weights in other layouts.
 _HUB_IGNORED = ("*/*", "consolidated*")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"(?=.{3,96}\Z)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_JSON_BYTES = 64 << 20
 
 # generation_config.json name -> SamplingParams field, and the same for GGUF metadata.
@@ -69,23 +70,24 @@ def locate(
 
     revision, hf_token: for hub ids. download_dir: where downloads go instead of the user's caches. report: see `fetch`.
     """
-    path = Path(model).expanduser()
-    if model in CATALOGUE and not path.exists():
+    path = Path(os.path.expanduser(model))
+    exists = os.path.exists(path)  # False, not an OSError, for names that no path can have
+    if model in CATALOGUE and not exists:
         return ModelFiles(model, "gguf", fetch(model, folder=download_dir, report=report))
-    if path.is_dir():
+    if exists and path.is_dir():
         return _from_folder(model, path)
     if path.suffix.lower() == ".gguf":
-        if path.is_file():
+        if exists and path.is_file():
             return ModelFiles(model, "gguf", path)
         raise ModelFileError(f"{path} does not exist")
-    if path.exists():
+    if exists:
         raise ModelFileError(f"{path} is neither a .gguf file nor a folder with config.json and safetensors")
     if _HUB_ID.fullmatch(model):
         return _from_hub(model, revision, download_dir, hf_token)
     close = get_close_matches(model, CATALOGUE, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise NotFoundError(
-        f"no model {model!r}: it is no catalogue name ({', '.join(CATALOGUE)}), no file or folder here, "
+        f"no model {model[:200]!r}: it is no catalogue name ({', '.join(CATALOGUE)}), no file or folder here, "
         f"and no hub id (owner/name){hint}",
         param="model",
     )
