@@ -55,6 +55,7 @@ async def tokenize(frontend: Frontend, call: Call, request: TokenizeRequest) -> 
 async def detokenize(frontend: Frontend, call: Call, request: DetokenizeRequest) -> Response:
     """The text of token ids, special tokens included."""
     frontend.served_model(request.model)
+    refuse_unsupported(request.model_extra)
     limits, tokenizer = frontend.engine.limits, frontend.engine.tokenizer
     most = max(limits.max_model_len, MIN_DETOKENIZE_LIMIT)
     if len(request.tokens) > most:
