@@ -73,6 +73,34 @@ def _check_body_limit(size: int) -> None:
         raise UserError(f"--max-body-bytes must be at least 1, got {size}", param="max_body_bytes")
 
 
+def _check_sampling_overrides(given: Mapping[str, Any]) -> None:
+    """What is wrong here would be an error of every request that leaves the field out."""
+    from halfbyte.entrypoints.openai.sampling import WITH_MODEL_DEFAULT
+    from halfbyte.types import SamplingParams
+
+    flag = "--override-generation-config"
+    possible = (*WITH_MODEL_DEFAULT, "max_new_tokens", "max_tokens", "stop_token_ids")
+    if unknown := [name for name in given if name not in possible]:
+        raise UserError(f"{flag} has no {unknown[0]!r}; it takes {', '.join(possible)}")
+    for name, value in given.items():
+        if value is None:  # takes back what the model recommends
+            continue
+        if name == "stop_token_ids" and not (isinstance(value, list) and all(type(item) is int for item in value)):
+            raise UserError(f"{flag}: stop_token_ids must be a list of token ids, got {value!r}")
+        field = "max_tokens" if name == "max_new_tokens" else name
+        try:
+            SamplingParams(**{field: value})
+        except UserError as error:
+            raise UserError(f"{flag}: {str(error).replace(field, name, 1)}") from None
+
+
+def _check_template_variables(given: Mapping[str, Any]) -> None:
+    from halfbyte.entrypoints.chat_template import RESERVED_VARIABLES
+
+    if reserved := sorted(RESERVED_VARIABLES & set(given)):
+        raise UserError(f"--default-chat-template-kwargs may not set {', '.join(reserved)}")
+
+
 def _raise(refusal: Refusal | None) -> None:
     if refusal is not None:
         raise UnsupportedError(refusal)
@@ -177,11 +205,11 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     _http("enable-log-requests", "a line per generation request", kind="switch"),
     _http("disable-log-stats", "no periodic line of throughput", kind="switch"),
     _prompt("chat-template", "file or text of a Jinja chat template (default: the model's)"),
-    _prompt("default-chat-template-kwargs", "variables of the chat template", kind="json"),
+    _prompt("default-chat-template-kwargs", "variables of the chat template", kind="json", check=_check_template_variables),
     _prompt("trust-request-chat-template", "let requests bring their own template", kind="switch"),
     _prompt("response-role", "role of the answers (default: assistant)"),
     _prompt("generation-config", "where sampling defaults come from: auto (the model), vllm (neutral) or a folder"),
-    _prompt("override-generation-config", "changes to the sampling defaults", kind="json"),
+    _prompt("override-generation-config", "changes to the sampling defaults", kind="json", check=_check_sampling_overrides),
     _prompt("enable-prompt-tokens-details", "report cached tokens in usage", kind="switch"),
     _prompt("enable-force-include-usage", "send usage with every chunk of every stream", kind="switch"),
 )

@@ -15,7 +15,8 @@ from halfbyte.entrypoints.openai.protocol import GenerationFields
 from halfbyte.errors import UserError
 from halfbyte.types import SamplingParams
 
-_WITH_MODEL_DEFAULT = (
+# What a model's generation_config, or the operator, may recommend.
+WITH_MODEL_DEFAULT = (
     "temperature",
     "top_p",
     "top_k",
@@ -72,7 +73,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of one prompt. max_tokens: the effective bound. UserError names the field that is wrong."""
     fields: dict[str, Any] = {}
-    for name in _WITH_MODEL_DEFAULT:
+    for name in WITH_MODEL_DEFAULT:
         value = getattr(request, name)
         if value is None:
             value = defaults.get(name)
