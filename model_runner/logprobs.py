@@ -28,20 +28,20 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """One entry per position for `token_N` (int64). scores_NV: logits, float32; normalise=False reports them as they are.
 
-    The rank counts strictly better tokens, so equal ones share it. -inf is a value like any other.
+    Rank and order are those of the logits: log_softmax rounds neighbours to equal values. The rank counts strictly better
+    tokens, so equal ones share it. -inf is a value like any other.
     """
     assert len(listed) == len(token_N)
-    if normalise:
-        scores_NV = torch.log_softmax(scores_NV, dim=1)
-    chosen_N1 = scores_NV.gather(1, token_N[:, None])
-    rank_N = (scores_NV > chosen_N1).sum(1) + 1
-    alternatives = _alternatives(scores_NV, listed)
-    columns = zip(token_N.tolist(), chosen_N1[:, 0].tolist(), rank_N.tolist(), alternatives, strict=True)
-    return [TokenLogprobs(token, score, rank, ids, values) for token, score, rank, (ids, values) in columns]
+    reported_NV = torch.log_softmax(scores_NV, dim=1) if normalise else scores_NV
+    rank_N = (scores_NV > scores_NV.gather(1, token_N[:, None])).sum(1) + 1
+    chosen_N = reported_NV.gather(1, token_N[:, None])[:, 0]
+    alternatives = _alternatives(scores_NV, reported_NV, listed)
+    columns = zip(token_N.tolist(), chosen_N.tolist(), rank_N.tolist(), alternatives, strict=True)
+    return [TokenLogprobs(token, value, rank, ids, values) for token, value, rank, (ids, values) in columns]
 
 
-def _alternatives(scores_NV: Tensor, listed: Sequence[Listed]) -> list[tuple[list[int], list[float]]]:
-    """(token ids, scores) that each position lists. An id outside the vocabulary has a score of -inf, not another's."""
+def _alternatives(scores_NV: Tensor, reported_NV: Tensor, listed: Sequence[Listed]) -> list[tuple[list[int], list[float]]]:
+    """(token ids, values) that each position lists. An id outside the vocabulary has -inf, not another's value."""
     vocab_size = scores_NV.shape[1]
     result: list[tuple[list[int], list[float]]] = [([], []) for _ in listed]
     counts = {
@@ -50,7 +50,8 @@ def _alternatives(scores_NV: Tensor, listed: Sequence[Listed]) -> list[tuple[lis
     for group in ([at for at, n in counts.items() if n <= _WIDE], [at for at, n in counts.items() if n > _WIDE]):
         if group:
             index = torch.tensor(group, device=scores_NV.device)
-            values_NK, ids_NK = ordered_top(scores_NV[index], max(counts[at] for at in group))
+            _, ids_NK = ordered_top(scores_NV[index], max(counts[at] for at in group))
+            values_NK = reported_NV[index[:, None], ids_NK]
             for at, ids, values in zip(group, ids_NK.tolist(), values_NK.tolist(), strict=True):
                 result[at] = ids[: counts[at]], values[: counts[at]]
     named = [(at, list(ask)) for at, ask in enumerate(listed) if not isinstance(ask, int)]
@@ -59,8 +60,8 @@ def _alternatives(scores_NV: Tensor, listed: Sequence[Listed]) -> list[tuple[lis
         ids_N = [token for _, ids in named for token in ids]
         index_2N = torch.tensor([at_N, ids_N], dtype=torch.int64, device=scores_NV.device)
         known_N = (index_2N[1] >= 0) & (index_2N[1] < vocab_size)
-        scores_N = scores_NV[index_2N[0], torch.where(known_N, index_2N[1], 0)]
-        scores = iter(torch.where(known_N, scores_N, -torch.inf).tolist())
+        values_N = reported_NV[index_2N[0], torch.where(known_N, index_2N[1], 0)]
+        values_of_ids = iter(torch.where(known_N, values_N, -torch.inf).tolist())
         for at, ids in named:
-            result[at] = ids, [next(scores) for _ in ids]
+            result[at] = ids, [next(values_of_ids) for _ in ids]
     return result

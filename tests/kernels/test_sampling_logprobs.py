@@ -56,3 +56,11 @@ def test_the_best_of_equals_is_the_greedy_choice() -> None:
     scores = torch.tensor([[1.0, 5.0, 0.0, 5.0, 5.0]])
     entry = token_logprobs(scores, scores.argmax(1), [2])[0]
     assert (entry.token_id, entry.rank, entry.top_token_ids) == (1, 1, [1, 3])
+
+
+def test_rank_and_order_are_those_of_the_logits() -> None:
+    """Far below the best, log probabilities of different logits round to one value; the sampler tells them apart."""
+    scores = torch.tensor([[0.0, 40.0, 1e-6, 0.0]])
+    assert scores.log_softmax(1)[0, 0] == scores.log_softmax(1)[0, 2]
+    entry = token_logprobs(scores, torch.tensor([2]), [-1])[0]
+    assert (entry.rank, entry.top_token_ids) == (2, [1, 2, 0, 3])
