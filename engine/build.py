@@ -139,6 +139,7 @@ def _info(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         max_num_queued_tokens=config.scheduler.max_num_queued_tokens,
+        scheduling_policy=config.scheduler.policy,
         block_size=capacity.layout.block_size,
         num_blocks=capacity.num_blocks,
         kv_cache_bytes=capacity.num_bytes,

@@ -34,6 +34,8 @@ class RequestMaker:
 
         Sequence i has the seed `params.seed + i`, so that n = 4 with a seed equals four requests with seeds of their own.
         """
+        if priority and self._info.scheduling_policy != "priority":
+            raise UserError(f"priority={priority} needs an engine with --scheduling-policy priority", param="priority")
         self.limits.check_prompt(prompt_token_ids)
         self.limits.check_sampling(params)
         if cache_salt is not None:

@@ -323,5 +323,6 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     enable_prefix_caching: bool
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    scheduling_policy: str = "fcfs"
     phases: list[tuple[str, float]] = msgspec.field(default_factory=list)
     report: list[str] = msgspec.field(default_factory=list)

@@ -131,6 +131,15 @@ def test_a_wrong_prompt_is_named_and_nothing_is_computed(llm: LLM) -> None:
     assert len(llm.generate("the fox", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
+def test_a_priority_that_nobody_heeds_is_refused(folder: Path, llm: LLM) -> None:
+    with pytest.raises(UserError, match="--scheduling-policy priority"):
+        llm.generate(["the", "fox"], GREEDY, use_tqdm=False, priority=[1, 0])
+    heeding = LLM(str(folder), dtype="float32", kv_cache_memory_bytes=8 << 20, scheduling_policy="priority", max_num_seqs=1)
+    both = heeding.generate(["the", "fox"], GREEDY.clone(n=1), use_tqdm=False, priority=[1, 0])
+    assert [o.outputs[0].finish_reason for o in both] == ["length", "length"]
+    heeding.close()
+
+
 def test_max_tokens_none_fills_the_context(llm: LLM) -> None:
     output = llm.generate([3] * 100, GREEDY.clone(max_tokens=None), use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) == 28 and output.finish_reason == "length"

@@ -1,8 +1,9 @@
 """Real checkpoints: greedy output equals transformers' greedy output token for token, and so do the logits within tolerance.
 
-Our side is the whole engine: `LLM` generates all prompts as one batch. transformers then reads each prompt with our output in one pass: where its argmax
-equals our token at every generated position, its own greedy decoding would have produced the same tokens, by induction. The
-transformers model gets its configuration and weights from what we read, so that both compute with the same numbers.
+Our side is the whole engine: `LLM` generates all prompts as one batch. transformers then reads each prompt with our output in
+one pass: where its argmax equals our token at every generated position, its own greedy decoding would have produced the same
+tokens, by induction. The transformers model gets its configuration and weights from what we read, so that both compute with
+the same numbers.
 """
 
 from __future__ import annotations

@@ -205,6 +205,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "kv_cache_tokens": 1600,
         "max_concurrency": 25.0,
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
     }
     return EngineInfo(**facts | changes)
 
