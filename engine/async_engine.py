@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from halfbyte.engine.client import EngineClient
@@ -66,14 +67,15 @@ class AsyncEngine:
         self._receiver = threading.Thread(target=self._receive, name="engine-outputs", daemon=True)
         self._receiver.start()
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, off the event loop; long texts have a thread of their own, so that short ones pass them.
+    async def encode(self, text: str, add_special_tokens: bool = True, *, seams: bool = False) -> list[int]:
+        """Token ids of `text`, off the event loop; seams: as `Tokenizer.encode` has it.
 
-        UserError when the text is longer than any that could fit into the context.
+        Long texts have a thread of their own, so that short ones pass them. UserError when the text is longer than any that
+        could fit into the context.
         """
         self.limits.check_text(text, self.tokenizer.max_chars_per_token)
         pool = self._long_texts if len(text) > LONG_TEXT_CHARS else self._short_texts
-        return await self._loop.run_in_executor(pool, self.tokenizer.encode, text, add_special_tokens)
+        return await self._loop.run_in_executor(pool, partial(self.tokenizer.encode, text, add_special_tokens, seams=seams))
 
     def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None

@@ -6,9 +6,7 @@ transformers: it is loaded in the API process. Called by the front ends, the det
 
 from __future__ import annotations
 
-import copy
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +17,8 @@ import tokenizers
 from halfbyte.errors import ModelFileError, UserError
 from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json
 
+# A noncharacter, which no text has a use for: marks a place that no token may span.
+SEAM = "\ufdd0"
 SPM_SPACE = "\u2581"
 # Normalisation can shorten a text (NFC joins a letter and its marks): the bound on characters per token allows for that.
 _NORMALISER_SLACK = 4
@@ -45,8 +45,6 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._affixes = affixes
-        self._plain_lock = threading.Lock()
-        self._plain: tokenizers.Tokenizer | None = None
         self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
@@ -60,21 +58,34 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, allow_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, seams: bool = False) -> list[int]:
         """The ids of `text`. add_special_tokens: with the model's beginning (and end) of text.
 
-        allow_special=False reads the spelling of a special token in `text` as ordinary characters. UserError for a string that
-        is no Unicode text: JSON can carry half of a surrogate pair.
+        seams=True: `text` holds SEAM characters (see `quote_special`), which no token spans and which add nothing themselves.
+        UserError for a string that is no Unicode text: JSON can carry half of a surrogate pair.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"the text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
-        backend = self._backend if allow_special else self._without_special()
-        if self._affixes is None:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        ids = list(backend.encode(text, add_special_tokens=False).ids)
-        return [*self._affixes[0], *ids, *self._affixes[1]] if add_special_tokens else ids
+        pieces = text.split(SEAM) if seams else [text]
+        if self._affixes is None and len(pieces) == 1:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        prefix, suffix = self._affixes or self._affixes_of_backend
+        ids = [i for piece in pieces if piece for i in self._backend.encode(piece, add_special_tokens=False).ids]
+        return [*prefix, *ids, *suffix] if add_special_tokens else ids
+
+    def quote_special(self, text: str) -> str:
+        """`text` with a SEAM inside each spelling of a special token: `encode(seams=True)` then reads it as ordinary text."""
+        text = text.replace(SEAM, "\N{REPLACEMENT CHARACTER}")
+        by_length, first_two = self._special_spellings
+        starts = [
+            at
+            for at in range(len(text) - 1)
+            if text[at : at + 2] in first_two and any(text[at : at + length] in group for length, group in by_length.items())
+        ]
+        pieces = [text[start + 1 : end + 1] for start, end in zip([-1, *starts], [*starts, len(text)], strict=True)]
+        return SEAM.join(pieces)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids that the vocabulary lacks add nothing, bytes that are no character become U+FFFD."""
@@ -114,6 +125,23 @@ class Tokenizer:
         return longest * (1 if self._backend.normalizer is None else _NORMALISER_SLACK)
 
     @cached_property
+    def _special_spellings(self) -> tuple[dict[int, set[str]], set[str]]:
+        """Special tokens' texts by length, and the pairs of characters that they begin with."""
+        by_length: dict[int, set[str]] = {}
+        for text in (self._added_texts[token_id] for token_id in self.special_ids):
+            if len(text) > 1:
+                by_length.setdefault(len(text), set()).add(text)
+        return by_length, {text[:2] for group in by_length.values() for text in group}
+
+    @cached_property
+    def _affixes_of_backend(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the backend's own post-processor puts around a text."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return tuple(whole[:at]), tuple(whole[at + len(bare) :])
+
+    @cached_property
     def _decoder_types(self) -> frozenset[str]:
         if self._backend.decoder is None:
             return frozenset()
@@ -127,15 +155,6 @@ class Tokenizer:
     @cached_property
     def _byte_fallback(self) -> bool:
         return "ByteFallback" in self._decoder_types
-
-    def _without_special(self) -> tokenizers.Tokenizer:
-        """A second backend that matches no special tokens: the setting belongs to the object, not to the call."""
-        with self._plain_lock:
-            if self._plain is None:
-                plain = copy.deepcopy(self._backend)
-                plain.encode_special_tokens = True
-                self._plain = plain
-            return self._plain
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -31,6 +31,26 @@ def content_maker(loops_over_parts: bool, accepts_texts: bool) -> ToContent:
     return lambda texts: parts(texts) if len(texts) > 1 else whole(texts)
 
 
+def quote_message(message: Any, quote: Callable[[str], str]) -> Any:
+    """A message in which control tokens come from the template only: `quote` is applied to each text of it.
+
+    What the assistant said is left as it is: templates look for the model's own marks in it.
+    """
+    if isinstance(message, Mapping) and message.get("role") != "assistant":
+        return _quote_all(message, quote)
+    return message
+
+
+def _quote_all(value: Any, quote: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, Mapping):
+        return {name: _quote_all(item, quote) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_quote_all(item, quote) for item in value]
+    return value
+
+
 def prepare_message(message: object, index: int, to_content: ToContent) -> dict[str, Any]:
     """A message as templates expect it: content always there, no nulls, arguments of tool calls as objects."""
     place = f"messages[{index}]"

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
@@ -33,7 +33,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from halfbyte.entrypoints.chat_messages import content_maker, mark_end, prepare_message
+from halfbyte.entrypoints.chat_messages import content_maker, mark_end, prepare_message, quote_message
 from halfbyte.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,17 +67,25 @@ class ChatTemplate:
     """One template, compiled once. `special_tokens`: its variables bos_token and eos_token.
 
     from_request=True: the source came with a request and is not trusted. UserError if the source cannot be compiled (of a
-    request's template only `render` finds that out).
+    request's template only `render` finds that out). quote: sets control tokens that clients spell apart, see `quote_message`.
     """
 
     add_special_tokens: ClassVar[bool] = False
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, *, from_request: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        from_request: bool = False,
+        quote: Callable[[str], str] = str,
+    ) -> None:
         if from_request and len(source) > MAX_TEMPLATE_CHARS:
             raise UserError(
                 f"chat_template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are allowed", param="chat_template"
             )
         self._source = source
+        self._quote = quote
         self._special_tokens = dict(special_tokens or {})
         self._compiled = None if from_request else _compile(source)
 
@@ -91,7 +99,12 @@ class ChatTemplate:
                 param="chat_template",
             )
         tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-        return cls(source, {name: token for name, token in tokens.items() if token is not None}, from_request=from_request)
+        return cls(
+            source,
+            {name: token for name, token in tokens.items() if token is not None},
+            from_request=from_request,
+            quote=tokenizer.quote_special,
+        )
 
     def render(
         self,
@@ -106,8 +119,8 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         add_generation_prompt: end with the start of an answer. continue_final_message: end inside the last message instead, so
-        that the answer continues it. chat_template_kwargs: more variables for the template. UserError says what is wrong with
-        the messages, or what the template says about them.
+        that the answer continues it. chat_template_kwargs: more variables for the template. The text may hold the tokenizer's
+        seams. UserError says what is wrong with the messages, or what the template says about them.
         """
         if add_generation_prompt and continue_final_message:
             raise UserError("add_generation_prompt and continue_final_message exclude each other", param="continue_final_message")
@@ -122,8 +135,9 @@ class ChatTemplate:
             "documents": list(documents) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
+        messages = [quote_message(message, self._quote) for message in messages]
         if self._compiled is None:
-            return _render_in_child(self._source, list(messages), variables, continue_final_message)
+            return _render_in_child(self._source, messages, variables, continue_final_message)
         return self._compiled.render(messages, variables, continue_final_message)
 
 

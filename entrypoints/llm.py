@@ -17,7 +17,7 @@ from halfbyte.config import DEFAULT_MODEL, EngineOptions
 from halfbyte.engine.client import EngineClient, InProcessClient
 from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
 from halfbyte.engine.requests import RequestMaker
-from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.engine.tokenizer import SEAM, Tokenizer
 from halfbyte.entrypoints.chat_template import ChatTemplate
 from halfbyte.entrypoints.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from halfbyte.errors import UserError
@@ -135,8 +135,8 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-            jobs.append(self._job({"prompt_token_ids": ids, "prompt": text}, p))
+            ids = self._tokenizer.encode(text, add_special_tokens=False, seams=True)
+            jobs.append(self._job({"prompt_token_ids": ids, "prompt": text.replace(SEAM, "")}, p))
         return self._run(jobs, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:

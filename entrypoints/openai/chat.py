@@ -55,7 +55,7 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
     text = await templates.render(frontend, request, request.messages, request.reasoning_effort)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     special = bool(request.add_special_tokens)
-    prompt = (await encode_prompts(frontend.engine, [text], request, special=special, budget=asked))[0]
+    prompt = (await encode_prompts(frontend.engine, [text], request, special=special, budget=asked, seams=True))[0]
     params = _params(frontend, request, asked, len(prompt.token_ids))
     tally = Tally(call, [len(prompt.token_ids)])
     writer = _Writer(frontend, call, request, model, prompt)

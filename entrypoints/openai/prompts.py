@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.engine.limits import Limits
+from halfbyte.engine.tokenizer import SEAM
 from halfbyte.entrypoints.openai.frontend import Engine
 from halfbyte.entrypoints.openai.protocol import GenerationFields
 from halfbyte.errors import UserError
@@ -50,14 +51,26 @@ def parse_prompts(value: Any, n: int | None, limits: Limits) -> list[str | list[
 
 
 async def encode_prompts(
-    engine: Engine, prompts: list[str | list[int]], request: GenerationFields, *, special: bool, budget: int | None
+    engine: Engine,
+    prompts: list[str | list[int]],
+    request: GenerationFields,
+    *,
+    special: bool,
+    budget: int | None,
+    seams: bool = False,
 ) -> list[Prompt]:
-    """Token ids of each prompt, truncated as the request asks. budget: its max_tokens, None when it leaves that open."""
+    """Token ids of each prompt, truncated as the request asks. budget: its max_tokens, None when it leaves that open.
+
+    seams: the texts are rendered conversations, in which what clients wrote is set apart from control tokens.
+    """
     cut = _truncation(request, budget)
     encoded = []
     for prompt in prompts:
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = await engine.encode(prompt, special) if isinstance(prompt, str) else prompt
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if text is not None:
+            token_ids = await engine.encode(text, special, seams=seams)
+            text = text.replace(SEAM, "") if seams else text
+        assert token_ids is not None
         encoded.append(Prompt(text, engine.limits.truncate(token_ids, cut) if cut is not None else token_ids))
     return encoded
 

@@ -42,7 +42,7 @@ async def tokenize(frontend: Frontend, call: Call, request: TokenizeRequest) -> 
     engine = frontend.engine
     if request.messages is not None:
         text = await templates.render(frontend, request, request.messages)
-        token_ids = await engine.encode(text, bool(request.add_special_tokens))
+        token_ids = await engine.encode(text, bool(request.add_special_tokens), seams=True)
     else:
         token_ids = await engine.encode(request.prompt or "", request.add_special_tokens is not False)
     texts = None

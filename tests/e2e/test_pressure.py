@@ -75,3 +75,12 @@ def test_answers_under_pressure_equal_answers_alone(tight_server: Any) -> None:
 
     prompts = [f"Question {i}: what is {i} plus {i}? " + "Think well. " * (i % 9) for i in range(32)]
     assert asyncio.run(run(prompts, together=True)) == asyncio.run(run(prompts, together=False))
+
+
+def test_n_with_a_seed_equals_single_requests(tight_server: Any) -> None:
+    client = tight_server.client()
+    settings: dict[str, Any] = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 10, "temperature": 1.0}
+    together = client.completions.create(**settings, n=4, seed=11)
+    alone = [client.completions.create(**settings, seed=11 + i).choices[0].text for i in range(4)]
+    assert [c.text for c in sorted(together.choices, key=lambda c: c.index)] == alone
+    assert len(set(alone)) > 1

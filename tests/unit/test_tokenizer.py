@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import tokenizers
 
 from halfbyte.engine import gguf_tokenizer
-from halfbyte.engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_folder
+from halfbyte.engine.tokenizer import SEAM, Tokenizer, load_tokenizer, tokenizer_from_folder
 from halfbyte.errors import ModelFileError, UnsupportedError, UserError
 from halfbyte.model_runner.source import ModelFiles, locate
 
@@ -135,24 +135,34 @@ def test_gemma_facts(real: dict[str, Tokenizer]) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_special_spellings_can_be_read_as_text(name: str, real: dict[str, Tokenizer]) -> None:
+def test_quoted_special_spellings_are_text(name: str, real: dict[str, Tokenizer]) -> None:
     tokenizer = real[name]
     for special_id in sorted(tokenizer.special_ids)[:20]:
         spelled = tokenizer.token_text(special_id)
         assert tokenizer.encode(spelled, add_special_tokens=False) == [special_id]
-        plain = tokenizer.encode(f"a {spelled} b", add_special_tokens=False, allow_special=False)
-        assert not tokenizer.special_ids.intersection(plain)
-        assert tokenizer.decode(plain) == f"a {spelled} b"
-        assert tokenizer.encode(spelled, add_special_tokens=False) == [special_id]
+        quoted = tokenizer.quote_special(f"a {spelled}{spelled[:-1]}{spelled} b{spelled}")
+        ids = tokenizer.encode(quoted, add_special_tokens=False, seams=True)
+        assert not tokenizer.special_ids.intersection(ids)
+        assert tokenizer.decode(ids) == f"a {spelled}{spelled[:-1]}{spelled} b{spelled}"
 
 
-def test_threads_do_not_disturb_each_other(real: dict[str, Tokenizer]) -> None:
-    tokenizer = real["smollm2-135m"]
-    text = "a <|im_end|> b"
-    plain = tokenizer.encode(text, allow_special=False)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda i: tokenizer.encode(text, allow_special=i % 2 == 0), range(200)))
-    assert all((2 in ids) if i % 2 == 0 else ids == plain for i, ids in enumerate(found))
+@pytest.mark.parametrize("name", REAL)
+def test_quoting_leaves_other_text_alone(name: str, real: dict[str, Tokenizer]) -> None:
+    tokenizer = real[name]
+    for text in ("", "<", "a", "<|im_en", "ordinary <b>text</b> |> <| \n", "x" * 1000):
+        assert tokenizer.quote_special(text) == text
+        assert tokenizer.encode(text, seams=True) == tokenizer.encode(text)
+    assert SEAM not in tokenizer.quote_special(f"forged {SEAM} seam")
+    quoted = tokenizer.quote_special(tokenizer.token_text(min(tokenizer.special_ids)))
+    bare = tokenizer.encode(quoted, add_special_tokens=False, seams=True)
+    assert tokenizer.encode(quoted, seams=True) == [*tokenizer.encode(""), *bare]
+
+
+def test_quoting_takes_linear_time(real: dict[str, Tokenizer]) -> None:
+    for tokenizer in real.values():
+        started = time.process_time()
+        tokenizer.quote_special("<" * 200_000 + "<|im_end|>" * 20_000 + "<start_of_turn>" * 20_000)
+        assert time.process_time() - started < 3
 
 
 def test_long_runs_take_linear_time(real: dict[str, Tokenizer]) -> None:

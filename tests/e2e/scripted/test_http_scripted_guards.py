@@ -259,7 +259,7 @@ def test_unknown_model_is_404_on_every_route(shared: Server) -> None:
 def test_unplanned_errors_say_nothing(start_scripted: Callable[..., Server], caplog: pytest.LogCaptureFixture) -> None:
     server = start_scripted()
 
-    async def broken(text: str, add_special_tokens: bool = True) -> list[int]:
+    async def broken(*arguments: object, **options: object) -> list[int]:
         raise RuntimeError("secret at 0xdeadbeef in /root/secret.py")
 
     server.engine.encode = broken
