@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,16 @@ def test_quoting_leaves_other_text_alone(name: str, real: dict[str, Tokenizer]) 
     quoted = tokenizer.quote_special(tokenizer.token_text(min(tokenizer.special_ids)))
     bare = tokenizer.encode(quoted, add_special_tokens=False, seams=True)
     assert tokenizer.encode(quoted, seams=True) == [*tokenizer.encode(""), *bare]
+
+
+def test_threads_do_not_disturb_each_other(real: dict[str, Tokenizer]) -> None:
+    tokenizer = real["smollm2-135m"]
+    text = "a <|im_end|> b"
+    quoted = tokenizer.quote_special(text)
+    plain = tokenizer.encode(quoted, seams=True)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: tokenizer.encode(text) if i % 2 else tokenizer.encode(quoted, seams=True), range(200)))
+    assert all((2 in ids) if i % 2 else ids == plain for i, ids in enumerate(found))
 
 
 def test_quoting_takes_linear_time(real: dict[str, Tokenizer]) -> None:
