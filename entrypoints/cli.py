@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = _log_level(words)
     setup_logging(level)
     try:
-        return _run(words)
+        code = _run(words)
+        sys.stdout.flush()  # here a reader that is gone is an error that can be handled; at exit it is not
+        return code
     except UsageError as error:
         return _fail(error, level, code=2)
     except HalfbyteError as error:
