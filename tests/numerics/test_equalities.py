@@ -5,7 +5,8 @@ Logits in bf16 may differ in their last bits between batch shapes; `test_bf16_lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -33,21 +34,13 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def open_llm() -> Iterator[Callable[..., LLM]]:
-    opened: list[LLM] = []
-
-    def make(model: str, **options: Any) -> LLM:
-        opened.append(LLM(model, **(OPTIONS | options)))
-        return opened[-1]
-
-    yield make
-    for llm in opened:
-        llm.close()
+def llm(model: str) -> Iterator[LLM]:
+    with open_llm(model) as opened:
+        yield opened
 
 
-@pytest.fixture(scope="module")
-def llm(model: str, open_llm: Callable[..., LLM]) -> LLM:
-    return open_llm(model)
+def open_llm(model: str, **options: Any) -> closing[LLM]:
+    return closing(LLM(model, **(OPTIONS | options)))
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +63,17 @@ def test_prefix_hit_equals_miss(llm: LLM, alone: list[list[int]]) -> None:
     assert tokens(again) == alone
 
 
-def test_chunked_equals_unchunked(model: str, open_llm: Callable[..., LLM], alone: list[list[int]]) -> None:
-    chunked = open_llm(model, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False)
-    assert tokens(chunked.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
+def test_chunked_equals_unchunked(model: str, alone: list[list[int]]) -> None:
+    with open_llm(model, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False) as chunked:
+        assert tokens(chunked.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
 
 
-def test_preempted_equals_not(model: str, open_llm: Callable[..., LLM], alone: list[list[int]]) -> None:
+def test_preempted_equals_not(model: str, alone: list[list[int]]) -> None:
     # The longest prompt with its answer needs about 90 tokens per group; Gemma's six groups share the pool.
     num_blocks = 16 if model == "smollm2-135m" else 60
-    tight = open_llm(model, num_gpu_blocks_override=num_blocks, max_model_len=128, enable_prefix_caching=False)
-    outputs = tight.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert tight.num_preemptions > 0, "the pool was never short"
+    with open_llm(model, num_gpu_blocks_override=num_blocks, max_model_len=128, enable_prefix_caching=False) as tight:
+        outputs = tight.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert tight.num_preemptions > 0, "the pool was never short"
     assert tokens(outputs) == alone
 
 
@@ -103,16 +96,16 @@ def test_n_with_a_seed_equals_requests_with_seeds(llm: LLM) -> None:
     assert len(set(map(tuple, together))) > 1
 
 
-def test_bf16_logprobs_stay_close(model: str, open_llm: Callable[..., LLM]) -> None:
+def test_bf16_logprobs_stay_close(model: str) -> None:
     """The same prompt alone and in a batch, bf16: log probabilities of its tokens agree within the stated tolerance."""
-    llm = open_llm(model, dtype="bfloat16", enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
     def prompt_logprobs(output: RequestOutput) -> list[float]:
         ids = output.prompt_token_ids[1:]
         return [p[i].logprob for p, i in zip((output.prompt_logprobs or [])[1:], ids, strict=True) if p is not None]
 
-    together = llm.generate(PROMPTS, params, use_tqdm=False)
-    for prompt, batched in zip(PROMPTS, together, strict=True):
-        single = llm.generate([prompt], params, use_tqdm=False)[0]
-        assert prompt_logprobs(single) == pytest.approx(prompt_logprobs(batched), abs=BF16_LOGPROB_TOLERANCE)
+    with open_llm(model, dtype="bfloat16", enable_prefix_caching=False) as llm:
+        together = llm.generate(PROMPTS, params, use_tqdm=False)
+        for prompt, batched in zip(PROMPTS, together, strict=True):
+            single = llm.generate([prompt], params, use_tqdm=False)[0]
+            assert prompt_logprobs(single) == pytest.approx(prompt_logprobs(batched), abs=BF16_LOGPROB_TOLERANCE)
