@@ -43,6 +43,7 @@ class RequestMaker:
         max_tokens = self.limits.effective_max_tokens(params.max_tokens, len(prompt_token_ids))
         if params.min_tokens > max_tokens:
             raise UserError(f"min_tokens={params.min_tokens} is larger than the {max_tokens} tokens that fit", param="min_tokens")
+        self._check_allowed(params)
         bad_words = self.limits.bad_words_token_ids(params, self._tokenizer)
         generation_id, arrival_s = uuid.uuid4().hex, time.monotonic()
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -60,3 +61,12 @@ class RequestMaker:
             )
             for index in range(params.n)
         ]
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Before min_tokens are out, the tokens that end a generation are barred: another allowed one must be left."""
+        ending = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._info.eos_token_ids)}
+        if params.min_tokens and params.allowed_token_ids is not None and ending.issuperset(params.allowed_token_ids):
+            raise UserError(
+                f"allowed_token_ids has only tokens that end the answer, which min_tokens={params.min_tokens} bars; allow another",
+                param="allowed_token_ids",
+            )

@@ -90,6 +90,14 @@ def test_ignore_eos_holds_for_every_eos_id(llm: LLM) -> None:
     assert len(late.token_ids) >= 3
 
 
+def test_constraints_that_leave_no_token_are_refused(llm: LLM) -> None:
+    impossible = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=1, allowed_token_ids=[7, 1])
+    with pytest.raises(UserError, match="min_tokens=1"):
+        llm.generate("the", impossible, use_tqdm=False)
+    for possible in ({"min_tokens": 0}, {"ignore_eos": True}, {"allowed_token_ids": [7, 9]}):
+        assert llm.generate("the", impossible.clone(**possible), use_tqdm=False)[0].outputs[0].finish_reason != "error"
+
+
 def test_chat_renders_the_models_template(llm: LLM) -> None:
     output = llm.chat([{"role": "user", "content": "the fox"}], GREEDY, use_tqdm=False)[0]
     assert output.prompt == "<s>user: the fox\n<s>assistant:"
