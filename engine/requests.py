@@ -67,6 +67,6 @@ class RequestMaker:
         ending = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self._info.eos_token_ids)}
         if params.min_tokens and params.allowed_token_ids is not None and ending.issuperset(params.allowed_token_ids):
             raise UserError(
-                f"allowed_token_ids has only tokens that end the answer, which min_tokens={params.min_tokens} bars; allow another",
+                f"allowed_token_ids has only tokens that end the answer, which min_tokens={params.min_tokens} bars; allow more",
                 param="allowed_token_ids",
             )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from halfbyte.entrypoints.chat_messages import content_maker, mark_end, prepare_message, quote_message
+from halfbyte.entrypoints.scrub import scrub
 from halfbyte.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ RESERVED_VARIABLES = frozenset(
         *("cycler", "dict", "joiner", "namespace", "range"),
     }
 )
-
-_ADDRESS = re.compile(r"(?: at)? 0x[0-9a-fA-F]+")
-_PATH = re.compile(r'(?:File "[^"\n]*", line \d+)|(?<![\w.:/])/(?:[\w.+@~-]+/)+[\w.+@~-]*')
 
 
 class ChatTemplate:
@@ -288,13 +285,13 @@ class _Compiled:
                     raise _OverBudget(f"it makes a text of more than {MAX_PROMPT_CHARS} characters")
                 chunks.append(chunk)
         except _Refusal as error:
-            raise UserError(f"the chat template refuses the messages: {_scrub(str(error))}", param="messages") from None
+            raise UserError(f"the chat template refuses the messages: {_clean(str(error))}", param="messages") from None
         except _OverBudget as error:
             raise UserError(f"the chat template was stopped: {error}", param="chat_template") from None
         except MemoryError:
             raise UserError("the chat template was stopped: it needs too much memory", param="chat_template") from None
         except Exception as error:  # whatever a template does wrong is this one request's error
-            raise UserError(f"the chat template failed: {_scrub(_describe(error))}", param="messages") from None
+            raise UserError(f"the chat template failed: {_clean(_describe(error))}", param="messages") from None
         finally:
             _deadline_s.reset(token)
         return "".join(chunks)
@@ -311,10 +308,10 @@ def _compile(source: str) -> _Compiled:
         code = sandbox.compile(tree)
         template = sandbox.template_class.from_code(sandbox, code, sandbox.make_globals(None))
     except TemplateSyntaxError as error:
-        reason = _scrub(error.message or "syntax error")
+        reason = _clean(error.message or "syntax error")
         raise UserError(f"the chat template is not valid Jinja: line {error.lineno}: {reason}", param="chat_template") from None
     except Exception as error:
-        raise UserError(f"the chat template cannot be compiled: {_scrub(_describe(error))}", param="chat_template") from None
+        raise UserError(f"the chat template cannot be compiled: {_clean(_describe(error))}", param="chat_template") from None
     return _Compiled(template, loops_over_parts, accepts_texts)
 
 
@@ -322,10 +319,9 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _scrub(message: str) -> str:
+def _clean(message: str) -> str:
     """One line without addresses and paths of this machine."""
-    message = " ".join(message[: 4 * MAX_ERROR_CHARS].split())
-    return _PATH.sub("[path]", _ADDRESS.sub("", message))[:MAX_ERROR_CHARS]
+    return scrub(" ".join(message[: 4 * MAX_ERROR_CHARS].split()))[:MAX_ERROR_CHARS]
 
 
 # --- what a template expects of `content` ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ route. The middleware, the routes and the event streams all answer through `expl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -20,17 +19,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from halfbyte.entrypoints.scrub import scrub
 from halfbyte.errors import EngineDeadError, HalfbyteError, NotFoundError, OverloadedError, UnsupportedError, UserError
 
 MAX_REPORTED_ERRORS = 10
 MAX_ECHOED_CHARS = 200
 MAX_ERROR_CHARS = 1000
-MAX_MESSAGE_CHARS = 4000
 INTERNAL_MESSAGE = "internal server error; the server's log has the details"
-
-_FRAME = re.compile(r'File "[^"\n]*", line \d+(?:, in \S+)?')
-_ADDRESS = re.compile(r"(?: at)? ?\b0x[0-9a-fA-F]{4,}\b")
-_PATH = re.compile(r"(?<![\w.:/~-])/(?:[\w.+@~-]+/)+[\w.+@~-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +88,6 @@ def explain(error: BaseException) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, _phrase(error.status_code), error.detail, headers=dict(error.headers or {}))
     return ApiError(500, "InternalServerError", INTERNAL_MESSAGE)
-
-
-def scrub(message: str) -> str:
-    """`message` without addresses, stack frames and absolute paths, and not longer than a client should get."""
-    message = message[:MAX_MESSAGE_CHARS]
-    for pattern, replacement in ((_FRAME, "[frame]"), (_ADDRESS, ""), (_PATH, "[path]")):
-        message = pattern.sub(replacement, message)
-    return message
 
 
 def install_error_handlers(app: FastAPI) -> None:

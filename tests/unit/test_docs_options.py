@@ -20,9 +20,10 @@ from halfbyte.engine.limits import Limits
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.entrypoints import chat_template, server
 from halfbyte.entrypoints.http_metrics import HttpMetrics
-from halfbyte.entrypoints.openai import body, errors, frontend, protocol, tokenize
+from halfbyte.entrypoints.openai import body, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
+from halfbyte.entrypoints.scrub import MAX_MESSAGE_CHARS
 from halfbyte.resolve import DEFAULT_MAX_LOGPROBS
 from halfbyte.types import EngineInfo, SamplingParams
 
@@ -199,7 +200,7 @@ def test_limits_are_those_of_the_code() -> None:
     assert set(numbers) <= set(documented)
     for what, number in numbers.items():
         assert re.match(rf"{number}\b", documented[what]), f"{what}: the code says {number}"
-    assert f"{errors.MAX_MESSAGE_CHARS} characters" in section("Errors")
+    assert f"{MAX_MESSAGE_CHARS} characters" in section("Errors")
 
 
 def test_links_inside_the_page_lead_somewhere() -> None:
