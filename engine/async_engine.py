@@ -104,10 +104,6 @@ class AsyncEngine:
         self._short_texts.shutdown(wait=False)
         self._long_texts.shutdown(wait=False)
 
-    @property
-    def num_open_sequences(self) -> int:
-        return len(self._generation_of)
-
     def abort_all(self, reason: str) -> None:
         """End every open generation with EngineDeadError(reason): what a server does that may not wait longer."""
         self._client.abort(list(self._generation_of))
@@ -125,8 +121,10 @@ class AsyncEngine:
             self.metrics.admission_rejected("max_num_queued_reqs")
             raise OverloadedError(f"the queue is full: {would_wait} requests would wait, limit {limit} (--max-num-queued-reqs)")
         token_limit = self.info.max_num_queued_tokens
+        if token_limit is None:
+            return
         waiting_tokens = sum(g.metrics.num_prompt_tokens for g in self._generations if not g.started)
-        if token_limit is not None and waiting_tokens + num_prompt_tokens > token_limit:
+        if waiting_tokens + num_prompt_tokens > token_limit:
             self.metrics.admission_rejected("max_num_queued_tokens")
             raise OverloadedError(
                 f"the queue is full: {waiting_tokens} prompt tokens wait, limit {token_limit} (--max-num-queued-tokens)"

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from halfbyte.model_runner.runner import ModelRunner
 
 # How often a compute thread looks for its sibling before it sleeps; read once, when torch loads OpenMP. The default (300,000)
-# burns the core that a sibling waits for as soon as anything else runs: decoding then becomes ten times slower. On a quiet
-# machine this costs a few per cent.
+# burns the core that a sibling waits for as soon as anything else runs: decoding then becomes several times slower. On a quiet
+# machine `halfbyte bench` is no slower with this.
 _OPENMP_SPIN_COUNT = "2000"
 
 PhaseReport = Callable[[str, float], None]

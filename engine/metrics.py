@@ -12,20 +12,21 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar
 
 from prometheus_client import (
-    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
-    Metric,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.metrics import MetricWrapperBase
 
 from halfbyte.types import EngineInfo, EngineOutput, StepOutput
 
-CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+# The client library would add a `_created` series to each counter and histogram; no dashboard knows them.
+disable_created_metrics()
+
 NON_FINITE: Final = "non-finite"  # in the error of a request whose logits were
 
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -66,7 +67,6 @@ class EngineMetrics:
     """The collectors of one engine in a registry of their own. `served_name` is the value of the label model_name."""
 
     def __init__(self, info: EngineInfo, served_name: str) -> None:
-        self.content_type = CONTENT_TYPE
         self._registry = CollectorRegistry()
         self._labels = {"model_name": served_name, "engine": "0"}
         ProcessCollector(registry=self._registry)
@@ -75,8 +75,8 @@ class EngineMetrics:
         self._make_info(info)
 
     def render(self) -> bytes:
-        """The exposition text; `content_type` goes with it."""
-        return generate_latest(_WithoutCreated(self._registry))
+        """The exposition text."""
+        return generate_latest(self._registry)
 
     def record_step(self, step: StepOutput) -> None:
         """Take the gauges and the counts of one step."""
@@ -176,7 +176,9 @@ class EngineMetrics:
             "cache_dtype": info.kv_cache_dtype,
             "enable_prefix_caching": str(info.enable_prefix_caching),
             "engine": self._labels["engine"],
+            "kv_cache_max_concurrency": f"{info.max_concurrency:.2f}",
             "kv_cache_memory_bytes": str(info.kv_cache_bytes),
+            "kv_cache_size_tokens": str(info.kv_cache_tokens),
             "num_gpu_blocks": str(info.num_blocks),
         }
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is set up.", list(labels), registry=self._registry)
@@ -283,18 +285,6 @@ class RequestMetrics:
         metrics.prompt_tokens.inc(self.num_prompt_tokens)
         metrics.prompt_tokens_cached.inc(num_cached_tokens)
         metrics.computed_tokens.observe(max(0, self.num_prompt_tokens - num_cached_tokens))
-
-
-class _WithoutCreated:
-    """A registry without the `_created` series that the client library adds to each counter and histogram."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
 
 
 def _one(metric: _Metric, labels: dict[str, str]) -> _Metric:

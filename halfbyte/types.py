@@ -22,7 +22,7 @@ MIN_TEMPERATURE = 0.01
 
 
 class RequestOutputKind(IntEnum):
-    """How `LLM` and `AsyncEngine` report progress: everything so far, what is new, or the end only."""
+    """vLLM's name for how an engine reports progress. `LLM` returns finished answers, which are the same in each kind."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
-from msgspec import UNSET
 from starlette.responses import Response
 
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai import templates
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect
+from halfbyte.entrypoints.openai.chunks import chunk_events
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from halfbyte.entrypoints.openai.prompts import Prompt, encode_prompts
@@ -28,7 +27,6 @@ from halfbyte.entrypoints.openai.responses import (
     ChatCompletion,
     ChatDelta,
     ChatMessage,
-    to_event,
     to_json,
 )
 from halfbyte.entrypoints.openai.sampling import (
@@ -36,9 +34,8 @@ from halfbyte.entrypoints.openai.sampling import (
     effective_max_tokens,
     operator_cap,
     sampling_params,
-    wants_usage,
 )
-from halfbyte.entrypoints.openai.streaming import Closeable, EventStream, merge
+from halfbyte.entrypoints.openai.streaming import Closeable, EventStream
 from halfbyte.errors import UserError
 from halfbyte.types import SamplingParams
 
@@ -99,6 +96,7 @@ class _Writer:
         self._role = frontend.config.response_role if templates.adds_generation_prompt(request) else _last_role(request)
         self._echo = _echoed_content(request, self._role) if request.echo else ""
         self._names = TokenNames(frontend.engine.tokenizer, bool(request.return_tokens_as_token_ids))
+        self._started = False
 
     def whole(self, choices: Sequence[GrowingChoice], tally: Tally) -> ChatCompletion:
         request, tokenizer = self._request, self._frontend.engine.tokenizer
@@ -128,29 +126,14 @@ class _Writer:
             token_ids=choice.token_ids if self._request.return_token_ids else None,
         )
 
-    async def events(self, generations: Sequence[Closeable], tally: Tally) -> AsyncGenerator[bytes, None]:
+    def events(self, generations: Sequence[Closeable], tally: Tally) -> AsyncGenerator[bytes, None]:
         """The stream's events up to, not including, [DONE]."""
-        usage_at_end, usage_always = wants_usage(self._request, self._frontend.config)
-        started = False
-        async with aclosing(merge(generations)) as deltas:
-            async for prompt_index, delta in deltas:
-                tally.count(prompt_index, delta)
-                chunks = [] if started else self._first()
-                started = True
-                chunks += self._next(delta)
-                if delta.finish_reason is not None and not usage_at_end:
-                    chunks[-1].system_fingerprint = self._frontend.fingerprint
-                usage = tally.usage() if usage_always else UNSET
-                events = b""
-                for chunk in chunks:
-                    chunk.usage = usage
-                    events += to_event(chunk)
-                if events:
-                    yield events
-        if usage_at_end:
-            chunk = self._chunk()
-            chunk.usage, chunk.system_fingerprint = tally.usage(), self._frontend.fingerprint
-            yield to_event(chunk)
+        return chunk_events(self._frontend, self._request, generations, tally, self._news, self._chunk)
+
+    def _news(self, prompt_index: int, delta: SequenceDelta) -> list[ChatChunk]:
+        first = [] if self._started else self._first()
+        self._started = True
+        return first + self._next(delta)
 
     def _first(self) -> list[ChatChunk]:
         """A role chunk per choice, and the echo where it was asked for."""

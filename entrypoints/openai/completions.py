@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from msgspec import UNSET
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect
+from halfbyte.entrypoints.openai.chunks import chunk_events
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.logprobs import (
     CompletionLogprobsWriter,
@@ -32,7 +32,6 @@ from halfbyte.entrypoints.openai.responses import (
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
-    to_event,
     to_json,
 )
 from halfbyte.entrypoints.openai.sampling import (
@@ -40,9 +39,8 @@ from halfbyte.entrypoints.openai.sampling import (
     effective_max_tokens,
     operator_cap,
     sampling_params,
-    wants_usage,
 )
-from halfbyte.entrypoints.openai.streaming import Closeable, EventStream, merge
+from halfbyte.entrypoints.openai.streaming import Closeable, EventStream
 from halfbyte.types import SamplingParams, TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -121,6 +119,7 @@ class _Writer:
         self._model = model
         self._prompts = prompts
         self._echoes: list[_Echo | None] = [None] * len(prompts)
+        self._seen: set[int] = set()
         self._tokenizer = frontend.engine.tokenizer
         names = TokenNames(self._tokenizer, bool(request.return_tokens_as_token_ids))
         self._logprobs = [CompletionLogprobsWriter(names) for _ in range(len(prompts) * self.n)]
@@ -172,32 +171,15 @@ class _Writer:
             return None
         return self._logprobs[index].write(self._prompts[index // self.n].token_ids, echo.pieces, [None, *(entries or ())])
 
-    async def events(self, generations: Sequence[Closeable], tally: Tally) -> AsyncGenerator[bytes, None]:
+    def events(self, generations: Sequence[Closeable], tally: Tally) -> AsyncGenerator[bytes, None]:
         """The stream's events before [DONE]: per choice an echo if asked, its text, and an empty chunk that ends it."""
-        usage_at_end, usage_always = wants_usage(self._request, self._frontend.config)
-        seen: set[int] = set()
-        async with aclosing(merge(generations)) as deltas:
-            async for prompt_index, delta in deltas:
-                tally.count(prompt_index, delta)
-                index = prompt_index * self.n + delta.index
-                chunks = self._first(index, delta) if index not in seen else []
-                seen.add(index)
-                chunks += self._next(index, delta)
-                usage = tally.usage() if usage_always else UNSET
-                last = delta.finish_reason is not None
-                events = b""
-                for number, choice in enumerate(chunks, start=1):
-                    chunk = self._chunk([choice])
-                    chunk.usage = usage
-                    if last and number == len(chunks) and not usage_at_end:
-                        chunk.system_fingerprint = self._frontend.fingerprint
-                    events += to_event(chunk)
-                if events:
-                    yield events
-        if usage_at_end:
-            chunk = self._chunk([])
-            chunk.usage, chunk.system_fingerprint = tally.usage(), self._frontend.fingerprint
-            yield to_event(chunk)
+        return chunk_events(self._frontend, self._request, generations, tally, self._news, self._chunk)
+
+    def _news(self, prompt_index: int, delta: SequenceDelta) -> list[CompletionChunk]:
+        index = prompt_index * self.n + delta.index
+        first = self._first(index, delta) if index not in self._seen else []
+        self._seen.add(index)
+        return [self._chunk(choice) for choice in first + self._next(index, delta)]
 
     def _first(self, index: int, delta: SequenceDelta) -> list[CompletionChoice]:
         """What precedes a choice's own text: the echoed prompt, the prompt's token ids."""
@@ -228,8 +210,8 @@ class _Writer:
             chunks.append(last)
         return chunks
 
-    def _chunk(self, choices: list[CompletionChoice]) -> CompletionChunk:
-        return CompletionChunk(id=self._call.public_id, created=self._call.created, model=self._model, choices=choices)
+    def _chunk(self, *choices: CompletionChoice) -> CompletionChunk:
+        return CompletionChunk(id=self._call.public_id, created=self._call.created, model=self._model, choices=list(choices))
 
 
 def _bare(index: int, text: str) -> CompletionChoice:

@@ -237,9 +237,10 @@ class Frontend:
 def sampling_defaults(engine: Engine, config: ServerConfig) -> dict[str, Any]:
     """What a request gets for a sampling field it leaves out: the operator's values over the model's.
 
-    `max_tokens` (generation_config's max_new_tokens) is among them: the default for chat, and a cap where the operator set it.
+    `engine.default_sampling` is empty where the operator wants nothing of the model's. `max_tokens` (generation_config's
+    max_new_tokens) is among the defaults: the default for chat, and a cap where the operator set it.
     """
-    defaults = {} if config.generation_config == "vllm" else dict(engine.default_sampling)
+    defaults = dict(engine.default_sampling)
     for name, value in config.override_generation_config.items():
         defaults["max_tokens" if name == "max_new_tokens" else name] = value
     return defaults

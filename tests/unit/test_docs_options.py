@@ -161,11 +161,7 @@ def test_metrics_exist_and_are_documented() -> None:
     labels = {
         sample.name: set(sample.labels) - {"le"} for family in text_string_to_metric_families(text) for sample in family.samples
     }
-    expected = {
-        (name, kind, frozenset(labels[f"{name}_count" if kind == "histogram" else name]))
-        for name, kind in names.items()
-        if not name.endswith("_created")
-    }
+    expected = {(name, kind, frozenset(labels[f"{name}_count" if kind == "histogram" else name])) for name, kind in names.items()}
     documented = {(row[0].strip("`"), row[1], frozenset(code_spans(row[2]))) for row in table("Metrics", "metric")}
     assert documented == expected
 

@@ -77,6 +77,7 @@ def test_cache_config_info(metrics: EngineMetrics) -> None:
     assert sample.value == 1
     assert sample.labels["num_gpu_blocks"] == "9" and sample.labels["block_size"] == "16"
     assert sample.labels["cache_dtype"] == "float32"
+    assert int(sample.labels["kv_cache_size_tokens"]) > 0 and float(sample.labels["kv_cache_max_concurrency"]) > 0
 
 
 def bounds(metrics: EngineMetrics, name: str) -> list[float]:

@@ -349,7 +349,7 @@ def test_sampling_fields_reach_the_engine(start_scripted: Callable[..., Server])
     server.post("/v1/chat/completions", {"messages": CHAT, "seed": 9, "priority": -3, "cache_salt": "s", "max_tokens": 2})
     request = server.model.requests[-1]
     assert (request.sampling.seed, request.priority, request.cache_salt) == (9, -3, "s")
-    neutral = start_scripted(default_sampling={"temperature": 0.2}, generation_config="vllm")
+    neutral = start_scripted(default_sampling={})
     neutral.post("/v1/completions", {"prompt": "x"})
     assert neutral.model.requests[-1].sampling.temperature == 1.0
 
