@@ -14,6 +14,8 @@ Each message is one line: what was asked, what is possible, which flag or field 
 
 from dataclasses import dataclass
 
+from halfbyte.log import one_line
+
 
 class HalfbyteError(Exception):
     """Base of all errors that Halfbyte raises on purpose."""
@@ -66,7 +68,13 @@ class UnsupportedError(HalfbyteError):
 
 
 class ModelFileError(HalfbyteError):
-    """A model file cannot be used. The message names the file, what was expected and what was found."""
+    """A model file cannot be used. The message names the file, what was expected and what was found.
+
+    Names that come out of the file are part of it: control characters are escaped, so that it stays one line.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class CapacityError(HalfbyteError):

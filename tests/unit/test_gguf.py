@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import ModelFileError
@@ -307,6 +307,7 @@ def test_every_cut_is_one_line_with_both_sizes(parse: Callable[[bytes], GGUFFile
 
 @settings(max_examples=300, deadline=None)
 @given(edits=st.lists(st.tuples(st.integers(0, len(small_file()) - 1), st.integers(0, 255)), min_size=1, max_size=6))
+@example(edits=[(171, 88)])  # a tensor name that runs on over a line break
 def test_damaged_files_are_refused_or_stay_inside_the_file(
     edits: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
