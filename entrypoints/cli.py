@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("halfbyte.entrypoints.commands.generate", "complete one prompt and print the text"),
     "chat": ("halfbyte.entrypoints.commands.chat", "talk to a running server"),
     "fetch": ("halfbyte.entrypoints.commands.fetch", "download a model of the catalogue and print its path"),
-    "bench": ("halfbyte.entrypoints.commands.bench", "measure tokens/s at batch 1, 8 and 32"),
+    "bench": ("halfbyte.entrypoints.commands.bench", "measure latency, throughput, a server, its start or the kernels"),
     "support": ("halfbyte.entrypoints.commands.support", "what this build supports, on which platforms"),
     "collect-env": ("halfbyte.entrypoints.commands.collect_env", "what this machine has, for a bug report"),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from halfbyte.config import EngineOptions, ServerConfig
 from halfbyte.entrypoints import cli
 from halfbyte.entrypoints.commands import bench, support
 from halfbyte.entrypoints.flag_table import attention_backends, kv_cache_dtypes
+from halfbyte.entrypoints.flags import parse
 from halfbyte.errors import HalfbyteError, ModelFileError, UserError
 from halfbyte.types import SamplingParams
 
@@ -99,8 +102,10 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "-tp", "2"], "-tp is not supported yet: this version runs on one device"),
         (["serve", "--kv-cache-dtype", "nvfp4"], "--kv-cache-dtype nvfp4 is not supported yet; possible here: auto, bfloat16"),
         (["generate"], "generate needs a prompt"),
-        (["bench", "--batch-size", "0"], "--batch-size must be positive integers, such as 1 8 32, got 0"),
-        (["bench", "--output-len", "0"], "--output-len must be at least 1, got 0"),
+        (["bench"], "bench needs a kind: halfbyte bench latency|throughput|serve|startup|kernels"),
+        (["bench", "--batch-size", "8"], "bench needs a kind: halfbyte bench latency|throughput|serve|startup|kernels"),
+        (["bench", "latncy"], "unknown kind 'latncy'; did you mean latency?"),
+        (["bench", "quantum"], "unknown kind 'quantum': halfbyte bench latency|throughput|serve|startup|kernels"),
         (["fetch", "a", "b"], "unrecognized arguments: b"),
     ],
 )
@@ -170,11 +175,10 @@ class FakeLLM:
     options: dict[str, Any]
     calls: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     closed: bool = False
-    short_by: int = 0
 
     def generate(self, prompts: list[Any], params: SamplingParams, use_tqdm: bool) -> list[Any]:
         self.calls.append((prompts, params))
-        ids = [1] * ((params.max_tokens or 0) - self.short_by)
+        ids = [1] * (params.max_tokens or 0)
         return [
             SimpleNamespace(outputs=[SimpleNamespace(text=" Paris.", token_ids=ids, finish_reason="length")]) for _ in prompts
         ]
@@ -212,47 +216,44 @@ def test_generate_checks_sampling(llms: list[FakeLLM], capsys: pytest.CaptureFix
     assert not llms
 
 
-def test_bench_takes_turns_and_writes_json(llms: list[FakeLLM], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    words = [
-        "bench",
-        "--batch-size",
-        "1",
-        "4",
-        "--num-iters",
-        "2",
-        "--input-len",
-        "6",
-        "--output-len",
-        "5",
-        "--output-json",
-        str(path),
-    ]
+@pytest.mark.parametrize("words", [["bench", "--help"], ["bench", "-h"], ["bench", "help"]])
+def test_bench_names_every_kind(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
-    [llm] = llms
-    assert [len(prompts) for prompts, _ in llm.calls] == [1, 4] + [1, 4] * 2
-    prompts = [tuple(prompt) for batch, _ in llm.calls for prompt in batch]
-    assert all(len(prompt) == 6 for prompt in prompts) and len(set(prompts)) == len(prompts), "no prompt comes twice"
-    assert all(params.ignore_eos and params.max_tokens == 5 for _, params in llm.calls)
     out = capsys.readouterr().out
-    assert "batch   1:" in out and "batch   4:" in out and "tokens/s" in out
-    document = json.loads(path.read_text())
-    assert [row["batch_size"] for row in document["results"]] == [1, 4]
-    assert all(len(row["tokens_per_s"]) == 2 for row in document["results"])
-    assert document["environment"]["halfbyte"] == halfbyte.__version__ and document["plan"]["output_len"] == 5
+    assert all(f"  {kind} " in out for kind in bench.KINDS)
 
 
-def test_bench_measures_with_the_clock() -> None:
-    times = iter([0.0, 1.0, 10.0, 12.0, 20.0, 21.0, 30.0, 35.0])
-    plan = bench.Plan(batch_sizes=(2, 4), output_len=10, num_iters=2, num_iters_warmup=0)
-    small, large = bench.measure(FakeLLM({}), plan, clock=lambda: next(times))  # type: ignore[arg-type]
-    assert (small.tokens_per_s, large.tokens_per_s) == ((20.0, 20.0), (20.0, 8.0))
-    assert large.median == 14.0
+@pytest.mark.parametrize("kind", sorted(bench.KINDS))
+def test_every_kind_of_bench_has_help(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", kind, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: halfbyte bench {kind}") and "--log-level" in out
 
 
-def test_bench_refuses_a_short_run() -> None:
-    with pytest.raises(HalfbyteError, match="a request ended after 9 of 10 tokens"):
-        bench.measure(FakeLLM({}, short_by=1), bench.Plan(batch_sizes=(1,), output_len=10))  # type: ignore[arg-type]
+def test_bench_hands_its_words_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setitem(bench.KINDS, "latency", ("fake_kind", ""))
+    monkeypatch.setitem(sys.modules, "fake_kind", SimpleNamespace(run=lambda argv: seen.append(argv) or 3))
+    assert cli.main(["bench", "latency", "m", "--batch-size", "1"]) == 3
+    assert seen == [["m", "--batch-size", "1"]]
+
+
+BENCH_PAGE = (ROOT / "docs/bench.md").read_text()
+BENCH_EXAMPLES = re.findall(r"^halfbyte (bench .*)$", "\n".join(re.findall(r"```sh\n(.*?)```", BENCH_PAGE, re.S)), re.M)
+
+
+@pytest.mark.parametrize("line", BENCH_EXAMPLES)
+def test_examples_of_the_bench_page_parse(line: str) -> None:
+    _, kind, *words = shlex.split(line)
+    module = import_module(bench.KINDS[kind][0])
+    parse(kind, "", module.FLAGS, words)
+
+
+def test_bench_page_has_every_dataset_flag() -> None:
+    from halfbyte.entrypoints.bench.datasets import DATASET_FLAGS
+
+    assert len(BENCH_EXAMPLES) >= 4
+    assert all(f"`--{flag.name}`" in BENCH_PAGE for flag in DATASET_FLAGS)
 
 
 def test_fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

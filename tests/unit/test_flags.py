@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from halfbyte.config import EngineOptions, ServerConfig
-from halfbyte.entrypoints.commands import bench, chat, fetch, generate, serve
+from halfbyte.entrypoints.bench import latency, startup, throughput
+from halfbyte.entrypoints.commands import chat, fetch, generate, serve
 from halfbyte.entrypoints.flag_table import (
     ENGINE_FLAGS,
     REFUSED_FLAGS,
@@ -53,16 +54,25 @@ def test_every_field_has_one_flag_and_every_flag_one_field() -> None:
     assert sorted(flag.target for flag in SERVER_FLAGS) == sorted(f.name for f in fields(ServerConfig))
 
 
-@pytest.mark.parametrize("flags", [serve.FLAGS, generate.FLAGS, chat.FLAGS, fetch.FLAGS, bench.FLAGS])
+@pytest.mark.parametrize(
+    "flags",
+    [serve.FLAGS, generate.FLAGS, chat.FLAGS, fetch.FLAGS, latency.FLAGS, throughput.FLAGS, startup.FLAGS],
+)
 def test_no_spelling_means_two_things(flags: tuple[Flag, ...]) -> None:
     spellings = [spelling for flag in flags if not flag.positional for spelling in flag.spellings]
     assert len(spellings) == len(set(spellings))
 
 
-@pytest.mark.parametrize("flags", [serve.FLAGS, generate.FLAGS, bench.FLAGS])
-def test_no_flag_is_both_honoured_and_refused(flags: tuple[Flag, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        *((command.FLAGS, REFUSED_FLAGS) for command in (serve, generate, startup)),
+        *((kind.FLAGS, kind.REFUSED) for kind in (latency, throughput)),
+    ],
+)
+def test_no_flag_is_both_honoured_and_refused(flags: tuple[Flag, ...], refused: Mapping[str, str]) -> None:
     honoured = {spelling for flag in flags if not flag.positional for spelling in flag.spellings}
-    assert not honoured & set(REFUSED_FLAGS)
+    assert not honoured & set(refused)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +206,7 @@ def test_dtype_aliases() -> None:
         ),
         (["--kv-cache-dtype", "x"], "--kv-cache-dtype must be one of auto, bfloat16, float16, float32, got 'x'"),
         (["--load-format", "pt"], "--load-format pt is not supported yet"),
-        (["--attention-backend", "FLASH_ATTN"], "--attention-backend: 'FLASH_ATTN' is not one of auto, reference"),
+        (["--attention-backend", "FLASH_ATTN"], "--attention-backend: 'FLASH_ATTN' is not one of auto, cpu, reference"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
         (["a", "b"], "unrecognized arguments: b"),
         (["--config"], "--config: expected a file"),
