@@ -6,6 +6,7 @@ Everything that can be refused is refused before weights are read.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from halfbyte.engine.front import find_model
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.errors import CapacityError
 from halfbyte.kernels.attention import BACKENDS
+from halfbyte.kernels.cpu.library import KernelsMissing, load
 from halfbyte.kvcache.formats import FORMATS
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 # machine `halfbyte bench` is no slower with this.
 _OPENMP_SPIN_COUNT = "2000"
 
+log = logging.getLogger(__name__)
+
 PhaseReport = Callable[[str, float], None]
 
 
@@ -46,7 +50,9 @@ def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seco
     files = find_model(options.model, options)
     decoder = config_from_files(files, options.hf_overrides or {})
     platform = detect_platform(options.device)
-    config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=tuple(BACKENDS))
+    backends = _attention_backends(platform)
+    phases.end("load CPU kernels")
+    config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=backends)
     phases.end("resolve configuration")
     os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPIN_COUNT)
     from halfbyte.model_runner.runner import load_runner
@@ -68,6 +74,18 @@ def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seco
     )
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len)
     return EngineCore(scheduler, runner), _info(config, decoder, capacity, runner, phases.done)
+
+
+def _attention_backends(platform: Platform) -> tuple[str, ...]:
+    """Those that this machine has, the best first. The compiled kernels are looked for, or made, here."""
+    if platform.device != "cpu":
+        return tuple(name for name in BACKENDS if name != "cpu")
+    try:
+        load()
+    except KernelsMissing as missing:
+        log.warning("running on torch in place of the compiled CPU kernels, several times slower: %s", missing)
+        return tuple(name for name in BACKENDS if name != "cpu")
+    return tuple(BACKENDS)
 
 
 class _Phases:

@@ -22,6 +22,7 @@ from halfbyte.resolve import (
     DTYPES,
     LOAD_FORMATS,
     LOGPROBS_MODES,
+    QUANTIZATIONS,
     SCHEDULING_POLICIES,
     kv_cache_dtype_refusal,
     load_format_refusal,
@@ -137,6 +138,12 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _model("load-format", f"how weights are read ({', '.join(LOAD_FORMATS)})", check=_check_load_format),
     _model("hf-overrides", "changes to the model's config", kind="json"),
     _model("dtype", "type of weights and activations", choices=lambda: (*DTYPES, *DTYPE_ALIASES)),
+    _model(
+        "quantization",
+        "how weights are stored: auto as in the file, none unpacked to --dtype, int8 in 8-bit blocks (CPU)",
+        choices=lambda: QUANTIZATIONS,
+        short="-q",
+    ),
     _model("device", "where the model runs", choices=lambda: DEVICES),
     _model("max-model-len", "longest prompt plus answer in tokens; auto fits the memory (default: the model's)", kind="length"),
     _model("seed", "seed for the requests that bring none (default: a new one each start)", kind="integer"),
@@ -220,7 +227,7 @@ _NO_TOOLS = "tools and reasoning are not parsed; read the plain text"
 _TEXT_ONLY = "models here read and write text only"
 _NO_SPECULATION = "there is no speculative decoding; leave it out"
 _NO_GRAPHS = "there is nothing compiled or captured here; leave it out"
-_NO_QUANTIZATION = "GGUF files are read with their own quantisation; leave it out"
+_NO_QUANTIZATION = "GGUF files keep their own quantisation; --quantization int8 makes 8-bit blocks of other weights"
 _NO_TRANSFER = "KV stays in this process"
 
 # vLLM's flags that this build does not have: what to do instead, or "" when there is nothing.
@@ -245,7 +252,7 @@ REFUSED_FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"), _NO_SPECULATION),
     **dict.fromkeys(("--enforce-eager", "-O", "--optimization-level", "-cc", "--compilation-config"), _NO_GRAPHS),
     **dict.fromkeys(("--performance-mode", "--moe-backend", "--linear-backend"), _NO_GRAPHS),
-    **dict.fromkeys(("-q", "--quantization", "--quantization-config"), _NO_QUANTIZATION),
+    **dict.fromkeys(("--quantization-config",), _NO_QUANTIZATION),
     **dict.fromkeys(("--kv-transfer-config", "--kv-events-config", "--ec-transfer-config"), _NO_TRANSFER),
     **dict.fromkeys(("--kv-offloading-size", "--kv-offloading-backend", "--cpu-offload-gb"), _NO_TRANSFER),
     "--kv-cache-dtype-skip-layers": "all layers share one KV format; use --kv-cache-dtype",

@@ -39,7 +39,6 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "enforce_eager": (True, False),
     "skip_tokenizer_init": (False,),
     "tokenizer_mode": ("auto",),
-    "quantization": (None,),
     "disable_log_stats": (True,),
     "runner": ("auto", "generate"),
 }
@@ -252,6 +251,8 @@ def _engine_options(model: str, given: dict[str, Any]) -> EngineOptions:
             )
         if value not in _NEUTRAL_ARGUMENTS[name]:
             raise UserError(f"LLM({name}={value!r}) is not supported; leave it at {_NEUTRAL_ARGUMENTS[name][0]!r}", param=name)
+    if given.get("quantization", "") is None:  # as vLLM spells "the file's own"
+        del given["quantization"]
     return EngineOptions(model=model, **{name: value for name, value in given.items() if name in known})
 
 

@@ -29,6 +29,7 @@ class EngineOptions:
     load_format: str = "auto"
     hf_overrides: Mapping[str, Any] | None = None
     dtype: str = "auto"
+    quantization: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     seed: int | None = None
@@ -64,6 +65,7 @@ class ModelConfig:
     load_format: str
     hf_overrides: Mapping[str, Any]
     dtype: DType
+    quantization: str
     device: str
     max_model_len: int
     seed: int | None

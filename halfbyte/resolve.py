@@ -18,6 +18,7 @@ from halfbyte.platform import Platform
 AUTO_FIT = -1
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES: Mapping[str, str] = {"half": "float16", "float": "float32"}
+QUANTIZATIONS = ("auto", "none", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -79,11 +80,11 @@ def resolve(
     if refusals:
         raise UnsupportedError(*refusals)
     pick = _Picker()
-    model = _resolve_model(options, facts, platform, pick)
+    asked = None if options.attention_backend == "auto" else options.attention_backend
+    backend = pick("attention_backend", asked, _backend(options, attention_backends))
+    model = _resolve_model(options, facts, platform, backend, pick)
     cache = _resolve_cache(options, model.dtype, platform, pick)
     scheduler = _resolve_scheduler(options, model.max_model_len, platform, pick)
-    backend = None if options.attention_backend == "auto" else options.attention_backend
-    backend = pick("attention_backend", backend, attention_backends[0])
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, attention_backend=backend, origins=pick.origins)
 
 
@@ -134,14 +135,21 @@ def _refusals(
     """Everything in the options that this build or machine does not have."""
     found = [kv_cache_dtype_refusal(_plain(options.kv_cache_dtype), kv_formats), load_format_refusal(options.load_format)]
     _one_of("attention_backend", options.attention_backend, ("auto", *attention_backends))
+    if options.quantization == "int8" and (platform.device != "cpu" or _backend(options, attention_backends) != "cpu"):
+        fix = "leave --quantization out, or use --device cpu with the cpu attention back end"
+        found.append(Refusal("--quantization int8 needs the compiled CPU kernels", fix))
     if platform.capability is not None and platform.capability < MIN_CUDA_CAPABILITY:
         wanted, got = (f"{major}.{minor}" for major, minor in (MIN_CUDA_CAPABILITY, platform.capability))
         found.append(Refusal(f"{platform.name} has compute capability {got}, {wanted} is the least", "use --device cpu"))
     return [refusal for refusal in found if refusal is not None]
 
 
-def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform, pick: _Picker) -> ModelConfig:
-    dtype, dtype_origin = _auto_dtype(facts, platform)
+def _backend(options: EngineOptions, attention_backends: Sequence[str]) -> str:
+    return attention_backends[0] if options.attention_backend == "auto" else options.attention_backend
+
+
+def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform, backend: str, pick: _Picker) -> ModelConfig:
+    dtype, dtype_origin = _auto_dtype(facts, platform, backend)
     asked = _plain(options.dtype)
     _one_of("dtype", asked, DTYPES)
     return ModelConfig(
@@ -151,6 +159,7 @@ def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform
         load_format=pick("load_format", None if options.load_format == "auto" else options.load_format, "auto"),
         hf_overrides=pick("hf_overrides", options.hf_overrides, {}),
         dtype=cast(DType, pick("dtype", None if asked == "auto" else asked, dtype, dtype_origin)),
+        quantization=pick("quantization", _given_choice(options, "quantization", QUANTIZATIONS), QUANTIZATIONS[0]),
         device=pick("device", None if options.device == "auto" else platform.device, platform.device, "platform"),
         max_model_len=_max_model_len(options, facts, pick),
         seed=pick("seed", _count(options, "seed", -(2**63), 2**63 - 1), None),
@@ -158,13 +167,14 @@ def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform
     )
 
 
-def _auto_dtype(facts: ModelFacts, platform: Platform) -> tuple[str, str]:
+def _auto_dtype(facts: ModelFacts, platform: Platform, backend: str) -> tuple[str, str]:
     """The checkpoint's own type where the machine computes in it, and where that came from.
 
-    A CPU without bf16 instructions emulates 16-bit types more slowly than it computes in float32, which holds them exactly.
+    The compiled CPU kernels read 16-bit weights and compute in float32. Without them, a CPU that has no bf16 instructions
+    emulates 16-bit types more slowly than it computes in float32, which holds them exactly.
     """
     if platform.device == "cpu":
-        if not platform.native_bf16 and facts.dtype != "float32":
+        if backend != "cpu" and not platform.native_bf16 and facts.dtype != "float32":
             return "float32", "platform"
         return facts.dtype, "checkpoint"
     return ("bfloat16", "platform") if facts.dtype == "float32" else (facts.dtype, "checkpoint")
@@ -260,6 +270,7 @@ def _check_types(options: EngineOptions) -> None:
         "model",
         "load_format",
         "dtype",
+        "quantization",
         "device",
         "kv_cache_dtype",
         "scheduling_policy",

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.formats.base import KVFormat
 from halfbyte.kvcache.spec import KVCacheSpec, KVLayout
+from halfbyte.platform import huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class KVTensors:
 
 
 def _zeroed(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed bytes. On a CPU numpy leaves the zeroing to the system, page by page on first use: a large cache costs no time
-    at start and no memory until it fills."""
+    """Zeroed bytes. On a CPU the system zeroes pages on first use: a large cache costs no time at start and no memory until it
+    fills."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros((num_blocks, page_bytes), dtype=np.uint8))
+        return torch.frombuffer(huge_pages(num_blocks * page_bytes), dtype=torch.uint8).view(num_blocks, page_bytes)
     return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 

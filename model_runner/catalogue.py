@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.errors import ModelFileError, NotFoundError
+from halfbyte.platform import cache_folder
 
 _COPY_BYTES = 1 << 20
 _DOWNLOAD_TIMEOUT_S = 1800
@@ -73,12 +73,6 @@ CATALOGUE: dict[str, CatalogueModel] = {
         ),
     )
 }
-
-
-def cache_folder() -> Path:
-    """Where Halfbyte keeps what it can make again: $XDG_CACHE_HOME/halfbyte, or ~/.cache/halfbyte."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "halfbyte"
 
 
 def fetch(name: str, *, folder: Path | str | None = None, report: Callable[[str], None] | None = None) -> Path:

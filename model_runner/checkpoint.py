@@ -7,6 +7,7 @@ llama.cpp's converter did to the weights. It must not know modules, devices or d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,14 +22,31 @@ from halfbyte.model_runner.source import ModelFiles
 _LOADABLE = ("F64", "F32", "F16", "BF16", "I64", "I32", "U8", "BOOL")
 
 
-def checkpoint_tensors(files: ModelFiles) -> Iterator[tuple[str, Tensor]]:
+# GGUF's types that the C++ kernels compute from as they are.
+PACKED_TYPES = frozenset({"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFRows:
+    """A matrix whose rows are still GGUF blocks of type `type_name`: uint8 [O, L]."""
+
+    type_name: str
+    rows_OL: Tensor
+    num_inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows_OL.shape[0], self.num_inputs
+
+
+def checkpoint_tensors(files: ModelFiles, *, keeps_blocks: bool = False) -> Iterator[tuple[str, Tensor | GGUFRows]]:
     """(name, tensor) for every tensor, in the order of the files.
 
     Checks come at the call, not at the first tensor: ModelFileError names a file that is missing, truncated or malformed,
     UnsupportedError a type that cannot be read. Safetensors keep their dtype and may share memory with the file, which stays
-    mapped only until the next tensor is asked for; GGUF tensors are float32.
+    mapped only until the next tensor is asked for; GGUF tensors are float32, or GGUFRows where `keeps_blocks` and they can be.
     """
-    return _gguf_tensors(files) if files.kind == "gguf" else _safetensors(files)
+    return _gguf_tensors(files, keeps_blocks) if files.kind == "gguf" else _safetensors(files)
 
 
 def _safetensors(files: ModelFiles) -> Iterator[tuple[str, Tensor]]:
@@ -55,7 +73,7 @@ def _safetensors(files: ModelFiles) -> Iterator[tuple[str, Tensor]]:
     return read()
 
 
-def _gguf_tensors(files: ModelFiles) -> Iterator[tuple[str, Tensor]]:
+def _gguf_tensors(files: ModelFiles, keeps_blocks: bool) -> Iterator[tuple[str, Tensor | GGUFRows]]:
     file = GGUFFile(files.path)
     unreadable = sorted({info.type_name for info in file.tensors.values() if not can_dequantize(info.type_name)})
     if unreadable:
@@ -63,18 +81,21 @@ def _gguf_tensors(files: ModelFiles) -> Iterator[tuple[str, Tensor]]:
     architecture = file.architecture
     heads = _head_counts(file) if architecture == "llama" else {}
 
-    def read() -> Iterator[tuple[str, Tensor]]:
+    def read() -> Iterator[tuple[str, Tensor | GGUFRows]]:
         with file:
             for name in file.tensors:
                 if name == ROPE_FACTORS:
                     continue
-                tensor = torch.from_numpy(file.read_tensor(name))
+                info = file.tensors[name]
+                is_packed = keeps_blocks and info.type_name in PACKED_TYPES and len(info.shape) == 2
+                tensor = torch.from_numpy(file.read_rows(name) if is_packed else file.read_tensor(name))
                 kind = name.split(".")[-2] if name.count(".") >= 2 else ""
                 if kind in heads:
                     tensor = undo_rotary_permutation(tensor, heads[kind])
                 if architecture == "gemma3" and name.endswith("norm.weight"):
                     tensor = tensor - 1.0
-                yield hf_name(name, architecture), tensor
+                whole = GGUFRows(info.type_name, tensor, info.shape[1]) if is_packed else tensor
+                yield hf_name(name, architecture), whole
 
     return read()
 

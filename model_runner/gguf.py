@@ -98,6 +98,12 @@ class GGUFFile:
             raise ModelFileError(f"{self.path}: the metadata has no general.architecture")
         return value
 
+    def read_rows(self, name: str) -> npt.NDArray[np.uint8]:
+        """The blocks of a matrix as they are, one row of bytes per output, in new memory."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        return raw.reshape(info.shape[0], -1).copy()
+
     def read_tensor(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor, dequantised, as a new float32 array that shares nothing with the file."""
         info = self.tensors[name]

@@ -5,7 +5,11 @@ Knows models and checkpoints; knows nothing of requests or caches. Called by the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
 
 from halfbyte.errors import ModelFileError
 from halfbyte.kernels.attention.base import AttentionBackend
@@ -13,9 +17,20 @@ from halfbyte.model_runner.checkpoint import checkpoint_tensors
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.norm import RMSNorm
-from halfbyte.model_runner.layers.weights import LoadReport, materialise
+from halfbyte.model_runner.layers.weights import (
+    LoadReport,
+    WeightTarget,
+    copy_rows,
+    load_weights,
+    materialise,
+    prepack_weights,
+    weight_map,
+)
 from halfbyte.model_runner.models import get_model_class
 from halfbyte.model_runner.source import ModelFiles
+
+if TYPE_CHECKING:
+    from halfbyte.model_runner.cpu_model import PackingLoader
 
 _NAMES_SHOWN = 5
 _DUMMY_SEED = 0
@@ -29,19 +44,25 @@ def load_model(
     device: torch.device | str,
     load_format: str,
     backend: AttentionBackend,
+    packing: PackingLoader | None = None,
 ) -> tuple[Model, LoadReport]:
     """The model with its weights in `dtype` on `device`. load_format "dummy": small seeded random weights, no file is read.
 
+    packing: takes the matrices, which then exist in its form only; everything else is float32.
     ModelFileError when a tensor is missing or has the wrong shape. Tensors without a place are only reported.
     """
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model = get_model_class(config.architecture)(config, backend).eval()
-    materialise(model, torch_dtype, device)
+    materialise(model, torch_dtype if packing is None else torch.float32, device, matrices=packing is None)
+    put = copy_rows if packing is None else packing.put
     if load_format == "dummy":
-        return model, _fill_randomly(model)
-    report = model.load_weights(checkpoint_tensors(files))
+        return model, _fill_randomly(model, put)
+    keeps_blocks = packing is not None and packing.keeps_blocks
+    report = load_weights(model, checkpoint_tensors(files, keeps_blocks=keeps_blocks), put)
     if report.missing or report.mis_shaped:
         raise ModelFileError(_complaint(files, config, report))
+    if torch_dtype is torch.float32 and packing is None and torch.device(device).type == "cpu":
+        prepack_weights(model)
     return model, report
 
 
@@ -54,15 +75,14 @@ def _complaint(files: ModelFiles, config: DecoderConfig, report: LoadReport) -> 
     return f"{files.path} does not hold the weights that its configuration ({config.architecture}) describes: {'; '.join(parts)}"
 
 
-def _fill_randomly(model: Model) -> LoadReport:
+def _fill_randomly(model: Model, put: Callable[[WeightTarget, Tensor], None]) -> LoadReport:
     """The same weights on every machine, near what a fresh model would have: norms about 1, the rest about 0."""
     generator = torch.Generator().manual_seed(_DUMMY_SEED)
     report = LoadReport()
-    for module in model.modules():
+    for target in weight_map(model).values():
+        module = target.module
         offset = 1.0 if isinstance(module, RMSNorm) and not module.unit_offset else 0.0
-        for parameter in module.parameters(recurse=False):
-            noise = torch.empty(parameter.shape).normal_(0.0, _DUMMY_SCALE, generator=generator)
-            parameter.data.copy_(noise.add_(offset))
-            report.num_tensors += 1
-            report.num_bytes += parameter.nbytes
+        put(target, torch.empty(target.shape).normal_(0.0, _DUMMY_SCALE, generator=generator).add_(offset))
+        report.num_tensors += 1
+    report.num_bytes = model.weight_bytes
     return report

@@ -16,10 +16,12 @@ from halfbyte.config import EngineConfig
 from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.attention.base import AttentionBackend
+from halfbyte.kernels.cpu.sampling import CpuSampling
 from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.spec import KVCacheSpec, KVLayout, make_layout
 from halfbyte.kvcache.tensors import KVTensors
 from halfbyte.model_runner.block_tables import BlockTables
+from halfbyte.model_runner.cpu_model import CpuModel, load_cpu_model
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.input_batch import InputBatch, attention_metadata, make_batch
 from halfbyte.model_runner.layers.context import ForwardContext
@@ -27,7 +29,7 @@ from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.logprobs import Listed, token_logprobs
 from halfbyte.model_runner.request_rows import RequestRows
-from halfbyte.model_runner.sampler import Sampler
+from halfbyte.model_runner.sampler import TORCH_SAMPLING, Sampler, SamplingKernels
 from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform
 from halfbyte.types import GrownRow, ModelRunnerOutput, NewRow, SamplingParams, SchedulerOutput
@@ -39,10 +41,17 @@ _LOGITS_BYTES = 64 << 20
 def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig, platform: Platform) -> ModelRunner:
     """Refuse what cannot run, then load the weights. The cache is allocated later, when its size is known."""
     backend = get_backend(config.attention_backend)
-    if config.model.device == "cpu":
-        torch.set_num_threads(config.model.num_threads)
-    model, report = load_model(files, decoder, config.model.dtype, config.model.device, config.model.load_format, backend)
-    lines = [f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes in {config.model.dtype}"]
+    settings = config.model
+    model: Model | CpuModel
+    if settings.device == "cpu":
+        # The compiled kernels have threads of their own; what is left to torch is too small to wake another team for.
+        torch.set_num_threads(1 if backend.name == "cpu" else settings.num_threads)
+    if backend.name == "cpu":
+        model, report, stored = load_cpu_model(files, decoder, settings, backend)
+    else:
+        model, report = load_model(files, decoder, settings.dtype, settings.device, settings.load_format, backend)
+        stored = settings.dtype
+    lines = [f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes, {stored}"]
     if report.unused:
         lines.append(f"weights: {len(report.unused)} tensors of the file are not used: {', '.join(report.unused[:5])}")
     runner = ModelRunner(config, model, backend, lines)
@@ -53,18 +62,21 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
 class ModelRunner:
     """Implements `halfbyte.types.Runner`. report: lines for the start-up log."""
 
-    def __init__(self, config: EngineConfig, model: Model, backend: AttentionBackend, report: list[str] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Model | CpuModel, backend: AttentionBackend, report: list[str] | None = None
+    ) -> None:
         self.report = report or []
         self.config = config
         self.model = model
         self.device = torch.device(config.model.device)
         self.kv_specs = kv_specs(model, config)
         self.layout: KVLayout = make_layout(self.kv_specs, _page_bytes)
-        self.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.weight_bytes = model.weight_bytes
         self._backend = backend
         self._windows = [group.spec.sliding_window for group in self.layout.groups]
         self._max_rows = config.scheduler.max_num_seqs
         self._mode = config.scheduler.logprobs_mode
+        self._kernels: SamplingKernels = CpuSampling(model.engine) if isinstance(model, CpuModel) else TORCH_SAMPLING
         self._batch: InputBatch | None = None
         self._hidden_TE: Tensor | None = None
 
@@ -74,7 +86,7 @@ class ModelRunner:
         self._caches = [self._tensors.layer(i) for i in range(len(self.kv_specs))]
         self._rows = RequestRows(self._max_rows, max_model_len, self.model.config.vocab_size, self.device)
         self._tables = BlockTables(self.layout, self._max_rows, max_model_len, self.device)
-        self._sampler = Sampler(self._rows, keep_processed=self._mode.startswith("processed"))
+        self._sampler = Sampler(self._rows, keep_processed=self._mode.startswith("processed"), kernels=self._kernels)
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> None:
@@ -105,6 +117,9 @@ class ModelRunner:
         output = ModelRunnerOutput(batch.request_ids, [[] for _ in batch.request_ids], [None] * len(batch.request_ids))
         bad = self._prompt_logprobs(output, batch, hidden_TE)
         sampling, step = np.flatnonzero(batch.samples_R), self._num_logits
+        if grammar_mask is None and self._needs_only_best(batch.row_R[sampling]):
+            bad |= self._take_best(output, batch, hidden_TE, sampling)
+            sampling = sampling[:0]
         for start in range(0, len(sampling), step):
             bad |= self._sample_rows(output, batch, hidden_TE, sampling[start : start + step], grammar_mask)
         output.bad_rows = frozenset(bad)
@@ -133,6 +148,8 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the model and the cache."""
         self._batch = self._hidden_TE = None
+        if isinstance(self.model, CpuModel):
+            self.model.close()
         for name in ("model", "_tensors", "_caches"):
             self.__dict__.pop(name, None)
 
@@ -172,6 +189,25 @@ class ModelRunner:
         """float32 logits [N, V] of the step's tokens at `at`."""
         return self.model.compute_logits(hidden_TE[torch.from_numpy(at).to(self.device)])
 
+    def _needs_only_best(self, row_R: np.ndarray) -> bool:
+        """Whether these rows are served by the token of the greatest logit, so that no logits have to be made."""
+        sampling = self._rows.sampling
+        if not len(row_R) or not isinstance(self.model, CpuModel) or not sampling.is_greedy[row_R].all():
+            return False
+        rows = row_R.tolist()
+        return all(sampling.edits[row] is None and self._rows.request(row).sampling.logprobs is None for row in rows)
+
+    def _take_best(self, output: ModelRunnerOutput, batch: InputBatch, hidden_TE: Tensor, at: np.ndarray) -> set[str]:
+        """`_sample_rows` for rows that need only the best token."""
+        assert isinstance(self.model, CpuModel)
+        token_R, best_R = self.model.best_tokens(hidden_TE[torch.from_numpy(batch.last_R[at])])
+        good_R = best_R.isfinite()
+        for place, token in zip(at.tolist(), token_R.tolist(), strict=True):
+            output.token_ids[place] = [token]
+        good = good_R.numpy()
+        self._rows.append(batch.row_R[at][good], token_R if good.all() else token_R[good_R])
+        return {batch.request_ids[place] for place in at[~good].tolist()}
+
     def _sample_rows(
         self, output: ModelRunnerOutput, batch: InputBatch, hidden_TE: Tensor, at: np.ndarray, mask: Tensor | None
     ) -> set[str]:
@@ -196,7 +232,8 @@ class ModelRunner:
         self._rows.append(row_R[finite_R], sampled.token_R if finite_R.all() else sampled.token_R[good])
         if scores_NV is not None:
             listed = [_listed(requests[i].sampling) for i in wanted]
-            entries = token_logprobs(scores_NV, sampled.token_R[index_N], listed, normalise=self._normalises)
+            tokens_N = sampled.token_R[index_N]
+            entries = token_logprobs(scores_NV, tokens_N, listed, normalise=self._normalises, kernels=self._kernels)
             for i, entry in zip(wanted, entries, strict=True):
                 output.logprobs[places[i]] = [entry]
         return {batch.request_ids[place] for place, finite in zip(places, finite_R.tolist(), strict=True) if not finite}
@@ -231,8 +268,9 @@ class ModelRunner:
         for start in range(0, len(owners), self._num_logits):
             part = slice(start, start + self._num_logits)
             logits_NV = self._logits(hidden_TE, at_N[part])
-            finite = logits_NV.amax(1).isfinite().tolist()
-            entries = token_logprobs(logits_NV, target_N[part], listed[part], normalise=self._normalises)
+            finite = self._kernels.best(logits_NV)[1].tolist()
+            asked = target_N[part], listed[part]
+            entries = token_logprobs(logits_NV, *asked, normalise=self._normalises, kernels=self._kernels)
             for place, entry, good in zip(owners[part], entries, finite, strict=True):
                 output.prompt_logprobs.setdefault(batch.request_ids[place], []).append(entry)
                 if not good:
@@ -244,7 +282,7 @@ def _listed(params: SamplingParams) -> Listed:
     return params.logprobs or 0 if params.logprob_token_ids is None else params.logprob_token_ids
 
 
-def kv_specs(model: Model, config: EngineConfig) -> list[KVCacheSpec]:
+def kv_specs(model: Model | CpuModel, config: EngineConfig) -> list[KVCacheSpec]:
     """What each layer keeps in the cache."""
     return [
         KVCacheSpec(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from halfbyte.kernels.attention.base import AttentionBackend
 
 BACKENDS: dict[str, str] = {
+    "cpu": "halfbyte.kernels.attention.cpu:CpuBackend",
     "reference": "halfbyte.kernels.attention.reference:ReferenceBackend",
 }
 

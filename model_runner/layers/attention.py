@@ -7,6 +7,8 @@ Shape letters: T tokens, E hidden, H heads, G kv heads, N = H + G, D head dim.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,9 @@ from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.linear import Linear
 from halfbyte.model_runner.layers.norm import RMSNorm
 from halfbyte.model_runner.layers.rotary import RotaryTables
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.program import Program
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
@@ -60,3 +65,21 @@ class Attention(nn.Module):
         out_THD = self.backend.forward(q_THD, k_TGD, v_TGD, context.caches[self.layer], metadata, self.spec)
         out_TE: Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
+
+    def record(self, program: Program, x: int, rotation: int, context: ForwardContext, out: int, *, adds: bool = False) -> None:
+        spec = self.spec
+        qkv = program.buffer("qkv", (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.head_dim_v)
+        heads = program.buffer("heads", spec.num_heads * spec.head_dim_v)
+        self.qkv_proj.record(program, x, qkv)
+        program.attention(
+            qkv,
+            heads,
+            rotation,
+            spec,
+            context.caches[self.layer],
+            context.group_of_layer[self.layer],
+            q_norm_D=None if self.q_norm is None else self.q_norm.factors,
+            k_norm_D=None if self.k_norm is None else self.k_norm.factors,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        self.o_proj.record(program, heads, out, adds=adds)

@@ -5,6 +5,8 @@ Shape letters: T tokens, E hidden.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from halfbyte.kernels.attention.base import AttentionBackend
@@ -15,8 +17,22 @@ from halfbyte.model_runner.layers.mlp import GatedMLP
 from halfbyte.model_runner.layers.norm import RMSNorm
 from halfbyte.model_runner.layers.rotary import RotaryTables
 
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.program import Program
 
-class PreNormLayer(nn.Module):
+
+class DecoderLayer(nn.Module):
+    """What a model stacks: one layer, as PyTorch and as operations of a program. Both change x in the same way."""
+
+    def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
+        raise NotImplementedError
+
+    def record(self, program: Program, x: int, rotation: int, context: ForwardContext) -> None:
+        """Adds the operations that change buffer `x` in place; rotation: the buffer of the layer's rotary tables."""
+        raise NotImplementedError
+
+
+class PreNormLayer(DecoderLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)). The sums are in the model's dtype."""
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend) -> None:
@@ -29,3 +45,10 @@ class PreNormLayer(nn.Module):
     def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
         x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), rotary, context)
         return x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+
+    def record(self, program: Program, x: int, rotation: int, context: ForwardContext) -> None:
+        normed = program.buffer("normed", self.input_layernorm.weight.shape[0])
+        self.input_layernorm.record(program, x, normed)
+        self.self_attn.record(program, normed, rotation, context, x, adds=True)
+        self.post_attention_layernorm.record(program, x, normed)
+        self.mlp.record(program, normed, x, adds=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfbyte.model_runner.layers.weights import weight
+from halfbyte.model_runner.layers.weights import MatrixModule, weight
 
 
-class Embedding(nn.Module):
+class Embedding(MatrixModule):
     """A matrix [V, E]. scale multiplies the embeddings after it was rounded to their dtype, as the checkpoint expects."""
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
@@ -24,7 +24,10 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         x_TE = F.embedding(token_ids_T, self.weight)
-        return x_TE if self.scale == 1.0 else x_TE * float(torch.tensor(self.scale, dtype=x_TE.dtype))
+        return x_TE if self.scale == 1.0 else x_TE * self.rounded_scale(x_TE.dtype)
+
+    def rounded_scale(self, dtype: torch.dtype) -> float:
+        return float(torch.tensor(self.scale, dtype=dtype))
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Scores of every token, float32; the multiplication runs in the model's dtype."""

@@ -8,11 +8,16 @@ Shape letters: T tokens, E inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from halfbyte.kernels.linear import linear
 from halfbyte.model_runner.layers.weights import StackedWeight, weight
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.program import Program
+    from halfbyte.kernels.cpu.weights import PackedMatrix
 
 
 class Linear(StackedWeight):
@@ -28,3 +33,14 @@ class Linear(StackedWeight):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         return linear(x_TE, self.weight, self.bias)
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """The packed pieces in the order of their rows, each with its part of the bias."""
+        for start, matrix in self.packed.items():
+            if self.bias is not None:
+                matrix.bias = self.bias.data[start : start + matrix.num_outputs].float()
+        return super().matrices
+
+    def record(self, program: Program, x: int, out: int, *, adds: bool = False) -> None:
+        program.linear(x, out, self.matrices, adds=adds)

@@ -5,12 +5,17 @@ Shape letters: T tokens, E hidden, I intermediate.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.activation import GATED_ACTIVATIONS
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.layers.linear import Linear
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.program import Program
 
 
 class GatedMLP(nn.Module):
@@ -25,7 +30,15 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
         self.activation = GATED_ACTIVATIONS[config.hidden_act]
+        self.hidden_act = config.hidden_act
+        self.inner = inner
 
     def forward(self, x_TE: Tensor) -> Tensor:
         out_TE: Tensor = self.down_proj(self.activation(self.gate_up_proj(x_TE)))
         return out_TE
+
+    def record(self, program: Program, x: int, out: int, *, adds: bool = False) -> None:
+        inner = program.buffer("mlp", self.inner)
+        gate, up = self.gate_up_proj.matrices
+        program.gated(x, inner, gate, up, self.hidden_act)
+        self.down_proj.record(program, inner, out, adds=adds)

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.kernels.attention.base import AttentionBackend, AttentionSpec
+from halfbyte.kernels.cpu.program import Program, RotaryInput
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.layers.attention import attention_spec
 from halfbyte.model_runner.layers.context import ForwardContext
+from halfbyte.model_runner.layers.decoder import DecoderLayer
 from halfbyte.model_runner.layers.embedding import Embedding
 from halfbyte.model_runner.layers.norm import RMSNorm
 from halfbyte.model_runner.layers.rotary import Rotary
-from halfbyte.model_runner.layers.weights import LoadReport, load_weights
+from halfbyte.model_runner.layers.weights import LoadReport, load_weights, weight_bytes
 
 
 class Model(nn.Module):
@@ -38,8 +40,8 @@ class Model(nn.Module):
         self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim) for rope in ropes)
         self.rotary_of_layer = [0 if window is None else len(ropes) - 1 for window in config.layer_windows]
 
-    def make_layer(self, layer: int) -> nn.Module:
-        """The decoder layer number `layer`: forward(x_TE, rotary tables, context) -> x_TE."""
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """The decoder layer number `layer`."""
         raise NotImplementedError
 
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
@@ -51,12 +53,40 @@ class Model(nn.Module):
         out_TE: Tensor = self.norm(x_TE)
         return out_TE
 
+    def record(self, program: Program, context: ForwardContext, dtype: torch.dtype, out: int) -> None:
+        """`forward` as operations of `program`; dtype: the one that the checkpoint's scale of embeddings is rounded to."""
+        x = program.buffer("x", self.config.hidden_size)
+        program.embed(self.embed_tokens.matrices[0], x, self.embed_tokens.rounded_scale(dtype))
+        rotations = [program.buffer(f"rotary {i}", self.config.head_dim) for i in range(len(self.rotaries))]
+        for index, rotation in enumerate(rotations):
+            program.rotary(index, rotation)
+        for layer, rotary in zip(self.layers, self.rotary_of_layer, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            layer.record(program, x, rotations[rotary], context)
+        self.norm.record(program, x, out)
+
+    def rotary_inputs(self, positions_T: Tensor) -> list[RotaryInput]:
+        """The frequencies that a program needs, in the order of `rotaries`."""
+        rotaries = [rotary for rotary in self.rotaries if isinstance(rotary, Rotary)]
+        return [RotaryInput(rotary.frequencies(positions_T), rotary.attention_factor) for rotary in rotaries]
+
+    @property
+    def head(self) -> Embedding:
+        """The matrix whose rows score the tokens."""
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
     def compute_logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N, V] for the given rows only."""
-        head: Embedding = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits_NV = head.logits(hidden_NE)
+        return self.cap_logits(self.head.logits(hidden_NE))
+
+    def cap_logits(self, logits_NV: Tensor) -> Tensor:
         cap = self.config.final_soft_cap
         return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights."""
+        return weight_bytes(self)
 
     def attention_specs(self) -> list[AttentionSpec]:
         """What each layer asks of the attention back end and, through it, of the cache."""

@@ -5,10 +5,15 @@ Shape letters: T tokens, E channels.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from halfbyte.kernels.norm import rms_norm
 from halfbyte.model_runner.layers.weights import weight
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.program import Program
 
 
 class RMSNorm(nn.Module):
@@ -22,3 +27,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_TE: Tensor) -> Tensor:
         return rms_norm(x_TE, self.weight, self.eps, self.unit_offset)
+
+    @property
+    def factors(self) -> Tensor:
+        """What each channel is multiplied by, float32."""
+        return self.weight.float() + 1.0 if self.unit_offset else self.weight.float()
+
+    def record(self, program: Program, x: int, out: int, *, adds: bool = False) -> None:
+        program.norm(x, out, self.factors, self.eps, adds=adds)

@@ -38,7 +38,10 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq_F", inv_freq_F, persistent=False)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> RotaryTables:
-        inv_freq = self.inv_freq_F
+        return rotary_tables(positions_T, self.frequencies(positions_T), self.attention_factor, dtype)
+
+    def frequencies(self, positions_T: Tensor) -> Tensor:
+        """float32 [F], or [T, F] where they depend on the position."""
         if self.is_dynamic and self.config.scaling is not None:
-            inv_freq = dynamic_frequencies(positions_T, self.head_dim, self.config.theta, self.config.scaling)
-        return rotary_tables(positions_T, inv_freq, self.attention_factor, dtype)
+            return dynamic_frequencies(positions_T, self.head_dim, self.config.theta, self.config.scaling)
+        return self.inv_freq_F

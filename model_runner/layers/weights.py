@@ -6,11 +6,17 @@ module is a `StackedWeight` and says which rows belong to which name. Knows no f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from halfbyte.kernels.linear import prepack
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.weights import PackedMatrix
 
 # Checkpoints of the bare model lack the prefix; multimodal ones nest the text model.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -23,7 +29,25 @@ def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
 
 
-class StackedWeight(nn.Module):
+class MatrixModule(nn.Module):
+    """A module whose `weight` is a matrix [outputs, inputs], which compiled kernels keep in a form of their own.
+
+    packed: that form, by the row where each piece starts; empty when the parameter itself holds the numbers.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: dict[int, PackedMatrix] = {}
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """The packed pieces in the order of their rows."""
+        return [self.packed[start] for start in sorted(self.packed)]
+
+
+class StackedWeight(MatrixModule):
     """A module whose parameters stack checkpoint tensors by rows. shards: checkpoint module name -> number of rows."""
 
     def __init__(self, shards: Mapping[str, int]) -> None:
@@ -31,13 +55,30 @@ class StackedWeight(nn.Module):
         self.shards = dict(shards)
 
 
+class Rows(Protocol):
+    """A checkpoint tensor whose numbers are still packed."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where a checkpoint tensor goes: `num_rows` rows of `parameter` from `start`."""
+    """Where a checkpoint tensor goes: `num_rows` rows of `module`'s parameter `name` from `start`."""
 
-    parameter: nn.Parameter
+    module: nn.Module
+    name: str
     start: int
     num_rows: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self.module, self.name)
+        return parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows, *self.parameter.shape[1:])
 
     @property
     def rows(self) -> Tensor:
@@ -66,18 +107,25 @@ def weight_map(model: nn.Module) -> dict[str, WeightTarget]:
             if isinstance(module, StackedWeight):
                 parent, start = path.rpartition(".")[0], 0
                 for shard, num_rows in module.shards.items():
-                    targets[_checkpoint_name(f"{parent}.{shard}.{name}")] = WeightTarget(parameter, start, num_rows)
+                    targets[_checkpoint_name(f"{parent}.{shard}.{name}")] = WeightTarget(module, name, start, num_rows)
                     start += num_rows
             else:
-                targets[_checkpoint_name(f"{path}.{name}")] = WeightTarget(parameter, 0, parameter.shape[0])
+                targets[_checkpoint_name(f"{path}.{name}")] = WeightTarget(module, name, 0, parameter.shape[0])
     return targets
 
 
-def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> LoadReport:
-    """Copies checkpoint tensors into the (materialised) parameters, casting to their dtype. Raises nothing: see the report."""
+def copy_rows(target: WeightTarget, tensor: Tensor) -> None:
+    """Into the (materialised) parameter, cast to its dtype."""
+    target.rows.copy_(tensor)
+
+
+def load_weights(
+    model: nn.Module, tensors: Iterable[tuple[str, Any]], put: Callable[[WeightTarget, Any], None] = copy_rows
+) -> LoadReport:
+    """Hands every checkpoint tensor and its place to `put`. Raises nothing: see the report. tensors: (name, Tensor or Rows)."""
     targets = weight_map(model)
     missing = dict.fromkeys(targets)
-    report = LoadReport(num_bytes=sum(p.nbytes for p in model.parameters()))
+    report = LoadReport()
     with torch.no_grad():
         for given, tensor in tensors:
             name = _checkpoint_name(given)
@@ -87,23 +135,43 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Loa
                     report.unused.append(given)
                 continue
             missing.pop(name, None)
-            if tensor.shape != target.rows.shape:
-                report.mis_shaped.append(f"{given} (file {list(tensor.shape)}, model {list(target.rows.shape)})")
+            if tuple(tensor.shape) != target.shape:
+                report.mis_shaped.append(f"{given} (file {list(tensor.shape)}, model {list(target.shape)})")
                 continue
-            target.rows.copy_(tensor)
+            put(target, tensor)
             report.num_tensors += 1
+    report.num_bytes = weight_bytes(model)
     report.missing = list(missing)
     return report
 
 
-def materialise(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Gives every parameter uninitialised memory of `dtype` on `device`, and moves the (computed) buffers there."""
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of the parameters that have any, and of what was packed."""
+    dense = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+    modules = (module for module in model.modules() if isinstance(module, MatrixModule))
+    return dense + sum(matrix.nbytes for module in modules for matrix in module.packed.values())
+
+
+def materialise(model: nn.Module, dtype: torch.dtype, device: torch.device | str, *, matrices: bool = True) -> None:
+    """Gives every parameter uninitialised memory of `dtype` on `device`, and moves the (computed) buffers there.
+
+    matrices: whether those of a MatrixModule get theirs too, or wait for their packed form.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, MatrixModule) and name == "weight" and not matrices:
+                continue
             memory = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+def prepack_weights(model: nn.Module) -> None:
+    """Puts the loaded float32 matrices of linear layers into oneDNN's layout, one at a time. The embedding stays as it is."""
+    for module in model.modules():
+        if isinstance(module, StackedWeight) and torch.backends.mkldnn.is_available():
+            module.weight = nn.Parameter(prepack(module.weight.data), requires_grad=False)
 
 
 def _checkpoint_name(name: str) -> str:

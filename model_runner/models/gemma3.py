@@ -8,19 +8,25 @@ Shape letters: T tokens, E hidden.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from halfbyte.kernels.attention.base import AttentionBackend
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.layers.attention import Attention
 from halfbyte.model_runner.layers.context import ForwardContext
+from halfbyte.model_runner.layers.decoder import DecoderLayer
 from halfbyte.model_runner.layers.mlp import GatedMLP
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.norm import RMSNorm
 from halfbyte.model_runner.layers.rotary import RotaryTables
 
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.program import Program
 
-class Gemma3Layer(nn.Module):
+
+class Gemma3Layer(DecoderLayer):
     """Norms before and after both attention and MLP; the outer ones act on what is added."""
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend) -> None:
@@ -39,9 +45,19 @@ class Gemma3Layer(nn.Module):
         fed_TE = self.mlp(self.pre_feedforward_layernorm(x_TE))
         return x_TE + self.post_feedforward_layernorm(fed_TE)
 
+    def record(self, program: Program, x: int, rotation: int, context: ForwardContext) -> None:
+        size = self.input_layernorm.weight.shape[0]
+        normed, added = program.buffer("normed", size), program.buffer("added", size)
+        self.input_layernorm.record(program, x, normed)
+        self.self_attn.record(program, normed, rotation, context, added)
+        self.post_attention_layernorm.record(program, added, x, adds=True)
+        self.pre_feedforward_layernorm.record(program, x, normed)
+        self.mlp.record(program, normed, added)
+        self.post_feedforward_layernorm.record(program, added, x, adds=True)
+
 
 class Gemma3ForCausalLM(Model):
     """Layers with a window rotate with `local_rope`, the others with `rope`."""
 
-    def make_layer(self, layer: int) -> nn.Module:
+    def make_layer(self, layer: int) -> DecoderLayer:
         return Gemma3Layer(self.config, layer, self.backend)

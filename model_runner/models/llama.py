@@ -6,14 +6,12 @@ configuration asks for them.
 
 from __future__ import annotations
 
-from torch import nn
-
-from halfbyte.model_runner.layers.decoder import PreNormLayer
+from halfbyte.model_runner.layers.decoder import DecoderLayer, PreNormLayer
 from halfbyte.model_runner.layers.model import Model
 
 
 class LlamaForCausalLM(Model):
     """Pre-norm decoder layers, exactly as the configuration describes them."""
 
-    def make_layer(self, layer: int) -> nn.Module:
+    def make_layer(self, layer: int) -> DecoderLayer:
         return PreNormLayer(self.config, layer, self.backend)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from halfbyte.model_runner.layers.decoder import PreNormLayer
+from halfbyte.model_runner.layers.decoder import DecoderLayer, PreNormLayer
 from halfbyte.model_runner.layers.model import Model
 
 
 class Qwen2ForCausalLM(Model):
     """The configuration sets `attention_bias`."""
 
-    def make_layer(self, layer: int) -> nn.Module:
+    def make_layer(self, layer: int) -> DecoderLayer:
         assert self.config.attention_bias, "Qwen2 checkpoints have q, k and v biases"
         return PreNormLayer(self.config, layer, self.backend)

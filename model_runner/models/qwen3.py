@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from halfbyte.model_runner.layers.decoder import PreNormLayer
+from halfbyte.model_runner.layers.decoder import DecoderLayer, PreNormLayer
 from halfbyte.model_runner.layers.model import Model
 
 
 class Qwen3ForCausalLM(Model):
     """The configuration sets `qk_norm`."""
 
-    def make_layer(self, layer: int) -> nn.Module:
+    def make_layer(self, layer: int) -> DecoderLayer:
         assert self.config.qk_norm, "Qwen3 checkpoints have q and k norms"
         return PreNormLayer(self.config, layer, self.backend)

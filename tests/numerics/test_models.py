@@ -15,9 +15,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from halfbyte.kernels.attention import get_backend
+from halfbyte.model_runner.cpu_model import CpuModel
 from halfbyte.model_runner.decoder_config import config_from_files
-from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.source import locate
 
 VOCAB = 300
@@ -140,11 +139,9 @@ def _expected(model: Any, prompts: dict[str, list[int]]) -> dict[str, Tensor]:
     return {name: model(torch.tensor([ids]), use_cache=False).logits[0].float() for name, ids in prompts.items()}
 
 
-def _ours(folder: Path, dtype: str = "float32") -> Any:
+def _ours(load: Callable[..., Any], folder: Path, dtype: str = "float32") -> Any:
     files = locate(str(folder))
-    model, report = load_model(files, config_from_files(files, {}), dtype, "cpu", "auto", get_backend("reference"))
-    assert not report.unused
-    return model
+    return load(files, config_from_files(files, {}), dtype)
 
 
 def _in_pieces(paged: Any, prompts: dict[str, list[int]], sizes: Callable[[int], int]) -> dict[str, Tensor]:
@@ -179,17 +176,25 @@ WAYS: dict[str, Callable[[int], int]] = {
 
 @pytest.mark.parametrize(("family", "settings"), CASES, ids=IDS)
 def test_logits_equal_transformers(
-    family: str, settings: dict[str, Any], tmp_path: Path, tolerances: dict[str, float], paged_model: Any
+    family: str,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    tolerances: dict[str, float],
+    paged_model: Any,
+    load: Callable[..., Any],
 ) -> None:
     expected = _expected(_checkpoint(tmp_path, family, settings), _prompts())
-    paged = paged_model(_ours(tmp_path))
-    for way, sizes in WAYS.items():
-        got = _in_pieces(paged, _prompts(), sizes)
+    model = _ours(load, tmp_path)
+    paged = paged_model(model)
+    ways = {way: _in_pieces(paged, _prompts(), sizes) for way, sizes in WAYS.items()}
+    for way, got in ways.items():
         assert _error(got, expected) <= tolerances["random_model_fp32"], way
+        if isinstance(model, CpuModel):  # the same bits in every batch and cut
+            assert all(torch.equal(got[name], ways["whole"][name]) for name in got), way
 
 
 def test_dynamic_rope_beyond_the_original_length_equals_transformers_decoding(
-    tmp_path: Path, tolerances: dict[str, float], paged_model: Any
+    tmp_path: Path, tolerances: dict[str, float], paged_model: Any, load: Callable[..., Any]
 ) -> None:
     """transformers, fed token by token, gives each token the frequencies of its own length; we do so in any cut."""
     scaling = {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4}, "max_position_embeddings": 16}
@@ -198,7 +203,7 @@ def test_dynamic_rope_beyond_the_original_length_equals_transformers_decoding(
     cache = transformers.DynamicCache(config=reference.config)
     with torch.inference_mode():
         rows = [reference(torch.tensor([[i]]), past_key_values=cache).logits[0].float() for i in prompts["long"]]
-    paged = paged_model(_ours(tmp_path))
+    paged = paged_model(_ours(load, tmp_path))
     for way, sizes in WAYS.items():
         assert _error(_in_pieces(paged, prompts, sizes), {"long": torch.cat(rows)}) <= tolerances["random_model_fp32"], way
 
@@ -209,12 +214,12 @@ def _rms_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_near_to_fp32_as_transformers(
-    family: str, tmp_path: Path, tolerances: dict[str, float], paged_model: Any
+    family: str, tmp_path: Path, tolerances: dict[str, float], paged_model: Any, load: Callable[..., Any]
 ) -> None:
     reference = _checkpoint(tmp_path, family, {**FAMILY_DEFAULTS.get(family, {}), **SHAPES["gqa3"]}).bfloat16()
     expected = _expected(reference, _prompts())
     rounded = _expected(reference.float(), _prompts())  # the rounded weights, exact arithmetic
-    paged = paged_model(_ours(tmp_path, "bfloat16"), kv_format="bfloat16")
+    paged = paged_model(_ours(load, tmp_path, "bfloat16"), kv_format="bfloat16")
     for way, sizes in WAYS.items():
         got = _in_pieces(paged, _prompts(), sizes)
         assert _error(got, expected) <= tolerances["random_model_bf16"], way
@@ -222,9 +227,9 @@ def test_bf16_is_as_near_to_fp32_as_transformers(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batched_greedy_equals_alone(family: str, tmp_path: Path, paged_model: Any) -> None:
+def test_batched_greedy_equals_alone(family: str, tmp_path: Path, paged_model: Any, load: Callable[..., Any]) -> None:
     _checkpoint(tmp_path, family, {**FAMILY_DEFAULTS.get(family, {}), **SHAPES["gqa3"]})
-    paged = paged_model(_ours(tmp_path))
+    paged = paged_model(_ours(load, tmp_path))
     num_free = len(paged.free)
     together = paged.greedy(_prompts(), 24)
     alone = {name: paged.greedy({name: ids}, 24)[name] for name, ids in _prompts().items()}

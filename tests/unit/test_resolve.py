@@ -33,6 +33,7 @@ def test_defaults_on_a_cpu() -> None:
         load_format="auto",
         hf_overrides={},
         dtype="bfloat16",
+        quantization="auto",
         device="cpu",
         max_model_len=8192,
         seed=None,
@@ -82,6 +83,7 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "load_format": "dummy",
         "hf_overrides": {"rope_theta": 1},
         "dtype": "float32",
+        "quantization": "none",
         "device": "cpu",
         **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), False),
         "scheduling_policy": "priority",
@@ -118,6 +120,22 @@ def test_dtype(platform: Platform, checkpoint: str, asked: str, dtype: str, orig
     found = resolved(platform, replace(FACTS, dtype=checkpoint), dtype=asked)
     assert (found.model.dtype, found.origins["dtype"]) == (dtype, origin)
     assert (found.cache.kv_cache_dtype, found.origins["kv_cache_dtype"]) == (dtype, origin), "auto KV is the model's type"
+
+
+def test_compiled_kernels_keep_16_bit_weights_on_any_cpu() -> None:
+    found = resolve(EngineOptions(), FACTS, OLD_CPU, attention_backends=("cpu", "reference"))
+    assert (found.attention_backend, found.model.dtype, found.origins["dtype"]) == ("cpu", "bfloat16", "checkpoint")
+    asked = resolve(EngineOptions(attention_backend="reference"), FACTS, OLD_CPU, attention_backends=("cpu", "reference"))
+    assert (asked.attention_backend, asked.model.dtype) == ("reference", "float32")
+
+
+@pytest.mark.parametrize("platform", [CPU, GPU])
+def test_int8_needs_the_compiled_kernels(platform: Platform) -> None:
+    options = EngineOptions(quantization="int8")
+    if platform is CPU:
+        assert resolve(options, FACTS, CPU, attention_backends=("cpu", "reference")).model.quantization == "int8"
+    with pytest.raises(UnsupportedError, match="--quantization int8 needs the compiled CPU kernels"):
+        resolve(options, FACTS, platform, attention_backends=("reference",))
 
 
 def test_kv_cache_dtype_of_its_own() -> None:

@@ -1,0 +1,162 @@
+// Products of activations with panels of weights: y[M, kPanel] = x[M, K] * panel.
+//
+// One order of arithmetic for every number of rows: each output is one chain of fused multiply-adds over the inputs in turn.
+// Rows are cut into tiles only to share the loads of weights, so a row's bits do not depend on its neighbours. A chain may be
+// put down in y and taken up again (the inputs of a long panel come in pieces), which changes no bit either.
+#pragma once
+#include "program.h"
+#include "weights.h"
+
+namespace HB_ISA {
+
+constexpr int kPieceInputs = 256;   // inputs of a quantised panel that are decoded at a time
+constexpr int kDirectRows = 4;      // up to so many rows, quantised weights are decoded in registers instead
+constexpr int kPairRows = kRows / 4;  // up to so many rows, two panels share a tile: one alone would wait for its own chain
+constexpr int kBlockRows = 96;         // rows of an item's scratch; a multiple of every kRows
+
+constexpr int kLineBytes = 64;
+constexpr int kAheadBytes = 4096;  // how far ahead of its use a weight is asked for, past the end of the panel into the next
+
+// ROWS rows of K words against PANELS neighbouring panels. y continues the chains when `resumes`, else they start at zero.
+template <class F, int ROWS, int PANELS>
+static __attribute__((noinline)) void tile(
+    const uint8_t* panel, int64_t panel_bytes, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+  V acc[ROWS][PANELS][kVectors];
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) acc[r][p][v] = resumes ? load(y + r * ldy + p * kPanel + v * kLanes) : V{};
+  // Three row pointers with two strides reach 12 rows without running out of address registers.
+  const float *x0 = x, *x4 = x + (ROWS > 4 ? 4 : 0) * ldx, *x8 = x + (ROWS > 8 ? 8 : 0) * ldx;
+  typename F::Group group[PANELS];
+  auto input = [&](int start, int step) __attribute__((always_inline)) {
+    V w[PANELS][kVectors];
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) w[p][v] = F::decode(group[p], start, step, v);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+      V value = splat((r < 4 ? x0 : r < 8 ? x4 : x8)[(r % 4) * ldx + step]);
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) acc[r][p][v] = F::accumulate(w[p][v], value, acc[r][p][v]);
+    }
+  };
+  int num_groups = K / F::kGroup;
+  for (int g = 0; g < num_groups; g++) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) {
+      group[p] = F::open(panel + p * panel_bytes, g);
+#pragma GCC unroll 16
+      for (int at = 0; at < F::kGroupBytes; at += kLineBytes) __builtin_prefetch(group[p].data + kAheadBytes + at);
+    }
+    for (int start = 0; start < F::kGroup; start += 8) {
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; step++) input(start, step);
+      x0 += 8, x4 += 8, x8 += 8;
+    }
+  }
+  if (F::kIsDense && K % F::kGroup) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) group[p] = F::open(panel + p * panel_bytes, num_groups);
+    for (int step = 0; step < K % F::kGroup; step++) input(0, step);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) store(y + r * ldy + p * kPanel + v * kLanes, acc[r][p][v]);
+}
+
+// `rows` <= ROWS rows: the tile of exactly that many.
+template <class F, int ROWS, int PANELS>
+HB_INLINE void tile_of(
+    int rows, const uint8_t* panel, int64_t panel_bytes, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) tile<F, ROWS, PANELS>(panel, panel_bytes, K, x, ldx, y, ldy, resumes);
+    else tile_of<F, ROWS - 1, PANELS>(rows, panel, panel_bytes, K, x, ldx, y, ldy, resumes);
+  }
+}
+
+// Any number of rows against one dense panel, in tiles as equal as can be.
+template <class F>
+static void multiply_dense(const uint8_t* panel, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+  int num_tiles = (M + kRows - 1) / kRows;
+  for (int t = 0, row = 0; t < num_tiles; t++) {
+    int rows = (M - row + num_tiles - t - 1) / (num_tiles - t);
+    tile_of<F, kRows, 1>(rows, panel, 0, K, x + row * ldx, ldx, y + row * ldy, ldy, resumes);
+    row += rows;
+  }
+}
+
+// kPieceInputs inputs of a panel from group `first_group`, as an F32 panel.
+template <class F> HB_INLINE void decode_piece(const uint8_t* panel, int first_group, int num_groups, float* to) {
+  for (int g = 0; g < num_groups; g++) {
+    typename F::Group group = F::open(panel, first_group + g);
+    for (int start = 0; start < F::kGroup; start += 8)
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; step++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++, to += kLanes) store(to, F::decode(group, start, step, v));
+  }
+}
+
+template <class F>
+static void multiply_packed(
+    const uint8_t* panel, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, float* piece) {
+  if (M <= kDirectRows) return tile_of<F, kDirectRows, 1>(M, panel, 0, K, x, ldx, y, ldy, false);
+  for (int k = 0; k < K; k += kPieceInputs) {
+    int inputs = K - k < kPieceInputs ? K - k : kPieceInputs;
+    decode_piece<F>(panel, k / F::kGroup, inputs / F::kGroup, piece);
+    multiply_dense<F32>((const uint8_t*)piece, inputs, M, x + k, ldx, y, ldy, k > 0);
+  }
+}
+
+// y[M, num_panels * kPanel] for panels `panel` and, when num_panels is 2, the next. piece: scratch of kPieceInputs * kPanel.
+template <class F>
+static void multiply_as(
+    const Matrix& w, int panel, int num_panels, int M, const float* x, int64_t ldx, float* y, int64_t ldy, float* piece) {
+  const uint8_t* at = (const uint8_t*)w.data + panel * w.panel_bytes;
+  const int K = w.num_inputs / F::kInputsPerWord;
+  if (num_panels == 2) return tile_of<F, kPairRows, 2>(M, at, w.panel_bytes, K, x, ldx, y, ldy, false);
+  if constexpr (F::kIsDense) multiply_dense<F>(at, K, M, x, ldx, y, ldy, false);
+  else multiply_packed<F>(at, K, M, x, ldx, y, ldy, piece);
+}
+
+using Multiply = void (*)(const Matrix&, int, int, int, const float*, int64_t, float*, int64_t, float*);
+using Decode = void (*)(const uint8_t* panel, int first_group, int num_groups, float* to);
+
+// One format of weights, in the order of `WeightKind`.
+struct WeightFormat {
+  Multiply multiply;
+  Decode decode;
+  int group, groups_per_super, super_bytes;
+};
+
+template <class F> static void decode_as(const uint8_t* panel, int first_group, int num_groups, float* to) {
+  decode_piece<F>(panel, first_group, num_groups, to);
+}
+
+#define HB_FORMAT(F) {multiply_as<F>, decode_as<F>, F::kGroup, 1, F::kGroupBytes}
+#define HB_SUPER(F) {multiply_as<F>, decode_as<F>, F::kGroup, F::kGroups, F::kSuperBytes}
+static const WeightFormat kFormats[] = {
+    HB_FORMAT(F32),
+    HB_FORMAT(BF16),
+    HB_FORMAT(F16),
+    HB_FORMAT(Q8_0),
+    HB_FORMAT(Q4_0),
+    HB_FORMAT(Q4_1),
+    HB_FORMAT(Q5_0),
+    HB_FORMAT(Q5_1),
+    HB_SUPER(SuperBlocks<4>),
+    HB_SUPER(SuperBlocks<5>),
+    HB_SUPER(Q6K),
+    HB_FORMAT(BF16Pairs),
+};
+
+}  // namespace HB_ISA

@@ -1,0 +1,229 @@
+// Vectors of floats, one width per instruction set, on the compiler's own vector types.
+//
+// Every other kernel header is written against this one: V holds kLanes floats, I as many 32-bit integers. Only what the
+// compiler cannot express is an intrinsic. A file that includes it is compiled once per instruction set, in a namespace of
+// its own (HB_ISA), and must not use templates of the C++ library: the linker would keep one copy for all machines.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#if defined(__aarch64__) && !defined(HB_PORTABLE)  // every machine of it has NEON; HB_PORTABLE compiles the rest for tests
+#define HB_NEON
+#endif
+
+#define HB_INLINE static inline __attribute__((always_inline))
+
+namespace HB_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kVectors = 2, kRows = 12;  // kVectors: vectors of a panel; kRows: rows of the largest tile
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kVectors = 2, kRows = 6;
+#elif defined(HB_NEON)
+constexpr int kLanes = 4, kVectors = 4, kRows = 6;
+#else
+constexpr int kLanes = 4, kVectors = 2, kRows = 4;
+#endif
+constexpr int kPanel = kLanes * kVectors;  // outputs of a panel
+
+typedef float V __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t H __attribute__((vector_size(kLanes * 2)));
+typedef uint8_t B __attribute__((vector_size(kLanes)));
+typedef int8_t S __attribute__((vector_size(kLanes)));
+
+template <class T> HB_INLINE T read(const void* from) {
+  T value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+HB_INLINE V load(const float* from) { return read<V>(from); }
+HB_INLINE void store(float* to, V value) { memcpy(to, &value, sizeof value); }
+
+HB_INLINE V splat(float value) {
+#if defined(__AVX512F__)
+  return (V)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return (V)_mm256_set1_ps(value);
+#else
+  return V{value, value, value, value};
+#endif
+}
+
+HB_INLINE V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+  return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(HB_NEON)
+  V result = c;
+  __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(result) : "w"(a), "w"(b));
+  return result;
+#else
+  return a * b + c;
+#endif
+}
+
+HB_INLINE V maximum(V a, V b) { return a > b ? a : b; }
+HB_INLINE V to_float(I value) { return __builtin_convertvector(value, V); }
+
+// Widening loads. The compiler knows the conversions, but takes the wide ones apart.
+#if defined(__AVX512F__)
+HB_INLINE U from_u16(const void* from) { return (U)_mm512_cvtepu16_epi32(read<__m256i>(from)); }
+HB_INLINE I from_u8(const void* from) { return (I)_mm512_cvtepu8_epi32(read<__m128i>(from)); }
+HB_INLINE I from_i8(const void* from) { return (I)_mm512_cvtepi8_epi32(read<__m128i>(from)); }
+#elif defined(__AVX2__)
+HB_INLINE U from_u16(const void* from) { return (U)_mm256_cvtepu16_epi32(read<__m128i>(from)); }
+HB_INLINE I from_u8(const void* from) { return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+HB_INLINE I from_i8(const void* from) { return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+#else
+HB_INLINE U from_u16(const void* from) { return __builtin_convertvector(read<H>(from), U); }
+HB_INLINE I from_u8(const void* from) { return __builtin_convertvector(read<B>(from), I); }
+HB_INLINE I from_i8(const void* from) { return __builtin_convertvector(read<S>(from), I); }
+#endif
+HB_INLINE V from_bf16(const void* from) { return (V)(from_u16(from) << 16); }
+
+// float16 by bits: the widened exponent and mantissa, rescaled; exact, denormals included. Infinity and NaN keep their meaning.
+HB_INLINE float from_f16_bits(uint16_t half) {
+  uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+  float value;
+  memcpy(&value, &bits, 4);
+  value *= 0x1p112f;
+  memcpy(&bits, &value, 4);
+  if ((half & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+  bits |= (uint32_t)(half & 0x8000) << 16;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+HB_INLINE V from_f16(const void* from) {
+#if defined(__AVX512F__)
+  return (V)_mm512_cvtph_ps(read<__m256i>(from));
+#elif defined(__AVX2__)
+  return (V)_mm256_cvtph_ps(read<__m128i>(from));
+#else
+  V value;
+  for (int i = 0; i < kLanes; i++) value[i] = from_f16_bits(read<uint16_t>((const uint8_t*)from + 2 * i));
+  return value;
+#endif
+}
+
+// acc + the products of two pairs of bfloat16 in each 32-bit lane, summed in float32.
+HB_INLINE V fma_pairs(V a, V b, V acc) {
+#if defined(__AVX512BF16__)
+  return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  const U upper = U{} + 0xffff0000u;
+  return fma((V)((U)a & upper), (V)((U)b & upper), fma((V)((U)a << 16), (V)((U)b << 16), acc));
+#endif
+}
+
+// Rounds to bfloat16, to nearest even. A NaN stays one.
+HB_INLINE void store_bf16(uint16_t* to, V value) {
+  U bits = (U)value;
+  U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  rounded = (I)(value != value) ? U{} + 0x7fc0 : rounded;
+  H narrow = __builtin_convertvector(rounded, H);
+  memcpy(to, &narrow, sizeof narrow);
+}
+
+// Round to nearest even. A NaN stays one.
+HB_INLINE uint16_t to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+HB_INLINE uint16_t to_f16(float value) {
+#if defined(__AVX2__)
+  return (uint16_t)_cvtss_sh(value, 0);
+#elif defined(HB_NEON)
+  __fp16 half = (__fp16)value;
+  return read<uint16_t>(&half);
+#else
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x477ff000) return sign | 0x7c00;
+  float magnitude;
+  memcpy(&magnitude, &bits, 4);
+  if (bits < 0x38800000) {  // denormal: the float adder rounds to multiples of 2^-24
+    magnitude += 0.5f;
+    memcpy(&bits, &magnitude, 4);
+    return sign | (uint16_t)(bits - 0x3f000000);
+  }
+  return sign | (uint16_t)((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13);
+#endif
+}
+
+// Lanes are folded in halves, so that the order of a sum depends on the width alone.
+template <class Fold> HB_INLINE float fold_lanes(V value, const Fold& fold) {
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half; half /= 2) {
+    I other = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) other[i] = i ^ half;
+    value = fold(value, __builtin_shuffle(value, other));
+  }
+  return value[0];
+}
+HB_INLINE float sum(V value) {
+  return fold_lanes(value, [](V a, V b) __attribute__((always_inline)) { return a + b; });
+}
+HB_INLINE float maximum(V value) {
+  return fold_lanes(value, [](V a, V b) __attribute__((always_inline)) { return maximum(a, b); });
+}
+
+// e^x within 2 ulp for x <= 88; 0 below -87 (where float32 ends), so that a masked score counts nothing. Polynomial of Cephes' expf.
+HB_INLINE V exponential(V x) {
+  const V magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  V clamped = x < splat(-87.0f) ? splat(-87.0f) : x;
+  clamped = clamped > splat(88.0f) ? splat(88.0f) : clamped;
+  V shifted = fma(clamped, splat(1.44269504f), magic);
+  V n = shifted - magic;
+  V f = fma(n, splat(-0.693359375f), clamped);
+  f = fma(n, splat(2.12194440e-4f), f);
+  V p = splat(1.9875691500e-4f);
+  p = fma(p, f, splat(1.3981999507e-3f));
+  p = fma(p, f, splat(8.3334519073e-3f));
+  p = fma(p, f, splat(4.1665795894e-2f));
+  p = fma(p, f, splat(1.6666665459e-1f));
+  p = fma(p, f, splat(5.0000001201e-1f));
+  p = fma(p, f * f, f + splat(1.0f));
+  V scaled = (V)((I)p + (((I)shifted - (I)magic) << 23));
+  return x < splat(-87.0f) ? V{} : scaled;
+}
+
+HB_INLINE V hyperbolic_tangent(V x) {
+  V twice = x + x;
+  twice = twice > splat(40.0f) ? splat(40.0f) : twice;
+  return splat(1.0f) - splat(2.0f) / (exponential(twice) + splat(1.0f));
+}
+
+// kLanes rows of kLanes columns, turned in registers: each stage exchanges the off-diagonal halves of ever smaller squares.
+HB_INLINE void transpose(V (&rows)[kLanes]) {
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half; half /= 2) {
+    I low = {}, high = {};
+    for (int i = 0; i < kLanes; i++) {
+      low[i] = i & half ? kLanes + (i - half) : i;
+      high[i] = i & half ? kLanes + i : i + half;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) {
+      if (i & half) continue;
+      V a = rows[i], b = rows[i + half];
+      rows[i] = __builtin_shuffle(a, b, low);
+      rows[i + half] = __builtin_shuffle(a, b, high);
+    }
+  }
+}
+
+}  // namespace HB_ISA

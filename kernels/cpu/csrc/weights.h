@@ -1,0 +1,163 @@
+// How a weight matrix lies in memory, and how a kernel reads it.
+//
+// The outputs of a matrix are cut into panels of kPanel; a panel holds, input after input, the weights of its outputs side by
+// side. Quantised panels are cut along the inputs into groups that share a scale. Each format opens a group (its scales, as
+// vectors) and decodes one vector of weights at input `start + step` of it (start a multiple of 8, step below 8): in a kernel,
+// or ahead of it into float32. What comes out are
+// the very numbers that the law's dequantiser makes: products of a scale and a small integer are exact in float32.
+#pragma once
+#include "simd.h"
+
+namespace HB_ISA {
+
+// What a format says of its arithmetic unless it says otherwise: a 32-bit word of the activations is one float32.
+struct InFloats {
+  static constexpr int kInputsPerWord = 1;
+  HB_INLINE V accumulate(V weight, V value, V acc) { return fma(weight, value, acc); }
+};
+
+struct F32 : InFloats {
+  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * 4, kInputBytes = kPanel * 4;
+  static constexpr bool kIsDense = true;
+  struct Group { const uint8_t* data; };
+  HB_INLINE Group open(const uint8_t* panel, int group) { return {panel + (int64_t)group * kGroupBytes}; }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) {
+    return load((const float*)group.data + (start + step) * kPanel + v * kLanes);
+  }
+};
+
+struct BF16 : InFloats {
+  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * 2, kInputBytes = kPanel * 2;
+  static constexpr bool kIsDense = true;
+  struct Group { const uint8_t* data; };
+  HB_INLINE Group open(const uint8_t* panel, int group) { return {panel + (int64_t)group * kGroupBytes}; }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) {
+    return from_bf16(group.data + ((start + step) * kPanel + v * kLanes) * 2);
+  }
+};
+
+struct F16 : InFloats {
+  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * 2, kInputBytes = kPanel * 2;
+  static constexpr bool kIsDense = true;
+  struct Group { const uint8_t* data; };
+  HB_INLINE Group open(const uint8_t* panel, int group) { return {panel + (int64_t)group * kGroupBytes}; }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) {
+    return from_f16(group.data + ((start + step) * kPanel + v * kLanes) * 2);
+  }
+};
+
+// bfloat16 weights against activations rounded to bfloat16, two inputs to a word, for machines that multiply such pairs.
+struct BF16Pairs : F32 {
+  static constexpr int kInputsPerWord = 2;
+  HB_INLINE V accumulate(V weight, V value, V acc) { return fma_pairs(weight, value, acc); }
+};
+
+// GGUF's types of one scale per 32 inputs. BITS 4, 5 or 8; with a minimum (x_1), or centred (x_0).
+// A group: scales (float16), minima, then nibble pairs (inputs 2i and 2i + 1 in a byte), then a byte of 8 inputs' fifth bits.
+template <int BITS, bool HAS_MIN> struct Blocks : InFloats {
+  static constexpr int kGroup = 32;
+  static constexpr int kScaleBytes = kPanel * (HAS_MIN ? 4 : 2);
+  static constexpr int kLowBytes = kPanel * (BITS == 8 ? 32 : 16);
+  static constexpr int kGroupBytes = kScaleBytes + kLowBytes + (BITS == 5 ? kPanel * 4 : 0);
+  static constexpr bool kIsDense = false;
+  struct Group {
+    const uint8_t* data;
+    V scale[kVectors], minimum[kVectors];
+  };
+  HB_INLINE Group open(const uint8_t* panel, int index) {
+    const uint8_t* at = panel + (int64_t)index * kGroupBytes;
+    Group group;
+    group.data = at + kScaleBytes;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+      group.scale[v] = from_f16(at + v * kLanes * 2);
+      if (HAS_MIN) group.minimum[v] = from_f16(at + (kPanel + v * kLanes) * 2);
+      else if (BITS != 8) group.minimum[v] = group.scale[v] * splat(BITS == 4 ? -8.0f : -16.0f);
+    }
+    return group;
+  }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) {
+    if (BITS == 8) return to_float(from_i8(group.data + (start + step) * kPanel + v * kLanes)) * group.scale[v];
+    I quant = from_u8(group.data + ((start + step) / 2) * kPanel + v * kLanes);
+    quant = step & 1 ? (I)((U)quant >> 4) : quant & 15;
+    if (BITS == 5) {
+      I high = from_u8(group.data + kLowBytes + (start / 8) * kPanel + v * kLanes);
+      quant |= ((high >> step) & 1) << 4;
+    }
+    return fma(to_float(quant), group.scale[v], group.minimum[v]);
+  }
+};
+
+using Q4_0 = Blocks<4, false>;
+using Q4_1 = Blocks<4, true>;
+using Q5_0 = Blocks<5, false>;
+using Q5_1 = Blocks<5, true>;
+using Q8_0 = Blocks<8, false>;
+
+// GGUF's Q4_K and Q5_K: 8 groups of 32 inputs share a float16 scale and minimum; each group has whole-numbered factors of them.
+// A super-block: scales, minima (float16), then per group factors of the scale and of the minimum (a byte each), and the quants.
+template <int BITS> struct SuperBlocks : InFloats {
+  static constexpr int kGroup = 32, kGroups = 8;
+  static constexpr int kHeadBytes = kPanel * 4, kLowBytes = kPanel * 16;
+  static constexpr int kGroupBytes = kPanel * 2 + kLowBytes + (BITS == 5 ? kPanel * 4 : 0);
+  static constexpr int kSuperBytes = kHeadBytes + kGroups * kGroupBytes;
+  static constexpr bool kIsDense = false;
+  struct Group {
+    const uint8_t* data;
+    V scale[kVectors], minimum[kVectors];
+  };
+  HB_INLINE Group open(const uint8_t* panel, int index) {
+    const uint8_t* super = panel + (int64_t)(index / kGroups) * kSuperBytes;
+    const uint8_t* at = super + kHeadBytes + (index % kGroups) * kGroupBytes;
+    Group group;
+    group.data = at + kPanel * 2;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+      group.scale[v] = from_f16(super + v * kLanes * 2) * to_float(from_u8(at + v * kLanes));
+      group.minimum[v] = -(from_f16(super + (kPanel + v * kLanes) * 2) * to_float(from_u8(at + kPanel + v * kLanes)));
+    }
+    return group;
+  }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) {
+    I quant = from_u8(group.data + ((start + step) / 2) * kPanel + v * kLanes);
+    quant = step & 1 ? (I)((U)quant >> 4) : quant & 15;
+    if (BITS == 5) {
+      I high = from_u8(group.data + kLowBytes + (start / 8) * kPanel + v * kLanes);
+      quant |= ((high >> step) & 1) << 4;
+    }
+    return fma(to_float(quant), group.scale[v], group.minimum[v]);
+  }
+};
+
+// GGUF's Q6_K: 16 groups of 16 inputs share a float16 scale; each group has a signed factor of it.
+// A super-block: scales (float16), then per group a factor, nibble pairs, and bytes of 4 inputs' upper two bits.
+struct Q6K : InFloats {
+  static constexpr int kGroup = 16, kGroups = 16;
+  static constexpr int kHeadBytes = kPanel * 2, kLowBytes = kPanel * 8;
+  static constexpr int kGroupBytes = kPanel + kLowBytes + kPanel * 4;
+  static constexpr int kSuperBytes = kHeadBytes + kGroups * kGroupBytes;
+  static constexpr bool kIsDense = false;
+  struct Group {
+    const uint8_t* data;
+    V scale[kVectors];
+  };
+  HB_INLINE Group open(const uint8_t* panel, int index) {
+    const uint8_t* super = panel + (int64_t)(index / kGroups) * kSuperBytes;
+    const uint8_t* at = super + kHeadBytes + (index % kGroups) * kGroupBytes;
+    Group group;
+    group.data = at + kPanel;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++)
+      group.scale[v] = from_f16(super + v * kLanes * 2) * to_float(from_i8(at + v * kLanes));
+    return group;
+  }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) {
+    I quant = from_u8(group.data + ((start + step) / 2) * kPanel + v * kLanes);
+    quant = step & 1 ? (I)((U)quant >> 4) : quant & 15;
+    I high = from_u8(group.data + kLowBytes + ((start + step) / 4) * kPanel + v * kLanes);
+    quant |= ((high >> (2 * (step & 3))) & 3) << 4;
+    return to_float(quant - 32) * group.scale[v];
+  }
+};
+
+}  // namespace HB_ISA

@@ -1,0 +1,263 @@
+"""A model's forward pass as a program for the C++ kernels: recorded once by its layers, then run with one call per step.
+
+The layers name buffers and add operations; nothing is computed until `run`. What an operation points to (weights, norms, caches)
+is kept alive here. Activations are float32, a few hundred rows at a time: longer steps go through in slices, with the same bits.
+Knows packed weights and caches; knows nothing of model families.
+
+Shape letters: T tokens, E columns, D head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu import abi
+from halfbyte.kernels.cpu.abi import ACTIVATIONS, CACHE_FORMATS, OpCode, RowType
+from halfbyte.kernels.cpu.library import CpuEngine
+from halfbyte.kernels.cpu.weights import PackedMatrix
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
+    from halfbyte.kvcache.tensors import LayerCache
+
+# Floats between the end of a row and the next: rows then do not fall into the same lines of a cache.
+_ROW_GAP = 16
+OUTPUT, INPUT = -1, -2
+NO_ROTATION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryInput:
+    """Frequencies of one rotary embedding: float32 [F], or [T, F] where they depend on the token."""
+
+    inv_freq: Tensor
+    factor: float
+
+
+class Program:
+    """Operations in order. product_type: what the inputs of products are, which depends on the kind of all its matrices.
+
+    Buffers are numbers from `buffer`; INPUT and OUTPUT are the tensors that `run` takes and returns."""
+
+    def __init__(self, engine: CpuEngine, product_type: RowType = RowType.FLOATS) -> None:
+        self._engine = engine
+        self._product_type = product_type
+        self._ops: list[abi.Op] = []
+        self._kept: list[Any] = []
+        self._widths: dict[str, int] = {}
+        self._memory: list[Tensor] = []
+        self._compiled: tuple[Any, Any] | None = None
+        self._output_width = 0
+
+    def buffer(self, name: str, width: int) -> int:
+        """The buffer called `name`, of at least `width` columns; the layers of a model share theirs."""
+        self._widths[name] = max(width, self._widths.get(name, 0))
+        return list(self._widths).index(name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum((width + _ROW_GAP) * 4 * self._engine.slice_rows for width in self._widths.values())
+
+    def embed(self, matrix: PackedMatrix, out: int, scale: float) -> None:
+        """out = scale * the token's row of `matrix`."""
+        self._add(OpCode.EMBED, out=out, scale=scale, matrices=self._matrices([matrix]))
+
+    def rotary(self, index: int, out: int) -> None:
+        """out = cos | sin of the tokens' angles, for the rotary `index` of the step."""
+        self._add(OpCode.ROTARY, out=out, aux=index)
+
+    def norm(self, in_: int, out: int, weight_E: Tensor, eps: float, *, adds: bool = False) -> None:
+        """out (+)= in / rms(in) * weight, over the weight's width."""
+        self._note_output(out, weight_E.shape[0])
+        self._add(
+            OpCode.NORM,
+            in_=in_,
+            out=out,
+            out_type=RowType.FLOATS if adds else self._type_of_input(out),
+            width=weight_E.shape[0],
+            weight=self._floats(weight_E),
+            eps=eps,
+            adds=adds,
+        )
+
+    def linear(self, in_: int, out: int, matrices: Sequence[PackedMatrix], *, adds: bool = False) -> None:
+        """out (+)= in W^T + bias, the outputs of `matrices` side by side. `in` holds rows of the product type."""
+        self._note_output(out, sum(matrix.num_outputs for matrix in matrices))
+        self._add(OpCode.LINEAR, in_=in_, out=out, matrices=self._matrices(matrices), num_matrices=len(matrices), adds=adds)
+
+    def best(self, in_: int, out: int, matrix: PackedMatrix) -> None:
+        """out [T, 2] = the greatest of in W^T and, as the bits of an int32, its number; the product is not kept."""
+        self._note_output(out, 2)
+        pairs = self.buffer("pairs", 2 * -(-matrix.num_outputs // self._engine.panel))
+        matrices = self._matrices([matrix])
+        self._add(OpCode.BEST, in_=in_, out=pairs, matrices=matrices)
+        self._add(OpCode.BEST_OF_PANELS, in_=pairs, out=out, matrices=matrices)
+
+    def gated(self, in_: int, out: int, gate: PackedMatrix, up: PackedMatrix, activation: str) -> None:
+        """out = activation(in gate^T) * (in up^T)."""
+        matrices = self._matrices([gate, up])
+        out_type = self._type_of_input(out)
+        self._add(OpCode.GATED, in_=in_, out=out, out_type=out_type, matrices=matrices, activation=ACTIVATIONS[activation])
+
+    def attention(
+        self,
+        qkv: int,
+        out: int,
+        rotation: int,
+        spec: AttentionSpec,
+        cache: LayerCache,
+        group: int,
+        *,
+        q_norm_D: Tensor | None = None,
+        k_norm_D: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Norms and rotates q and k in place, writes k and v into the cache, and attends: out = heads side by side.
+
+        qkv holds q, k and v side by side; rotation: a buffer of `rotary`, or NO_ROTATION.
+        """
+        self._note_output(out, spec.num_heads * spec.head_dim_v)
+        attention = self._keep(attention_structure(spec, cache, group))
+        pointer = ctypes.pointer(attention)
+        self._add(
+            OpCode.HEADS,
+            in_=qkv,
+            aux=rotation,
+            attention=pointer,
+            weight=None if q_norm_D is None else self._floats(q_norm_D),
+            weight2=None if k_norm_D is None else self._floats(k_norm_D),
+            eps=eps,
+        )
+        out_type = self._type_of_input(out)
+        self._add(OpCode.ATTEND, in_=qkv, out=out, out_type=out_type, attention=pointer)
+        self._add(OpCode.COMBINE, out=out, out_type=out_type, attention=pointer)
+
+    def run(
+        self,
+        num_tokens: int,
+        *,
+        input_TE: Tensor | None = None,
+        token_ids_T: Tensor | None = None,
+        positions_T: Tensor | None = None,
+        rotaries: Sequence[RotaryInput] = (),
+        metadata: Sequence[AttentionMetadata] = (),
+    ) -> Tensor:
+        """OUTPUT as float32 [num_tokens, width]. input_TE: float32, or bfloat16 where products want that; token_ids_T and
+        positions_T: int64; metadata: one per KV group.
+
+        A program needs those of them that its operations read.
+        """
+        ops, buffers = self._compile()
+        output_TE = torch.empty(num_tokens, self._output_width)
+        rotary_array = (abi.Rotary * len(rotaries))(*map(_rotary_structure, rotaries))
+        groups = [(one, one.block_table.contiguous()) for one in metadata]  # alive until the call returns
+        group_array = (abi.Group * len(groups))(*(_group_structure(one, table) for one, table in groups))
+        step = abi.Step(
+            token_ids=_address(token_ids_T),
+            positions=_address(positions_T),
+            input=_address(input_TE),
+            output=output_TE.data_ptr(),
+            input_stride=0 if input_TE is None else input_TE.stride(0) * input_TE.element_size() // 4,
+            output_stride=self._output_width,
+            rotaries=rotary_array,
+            groups=group_array,
+            num_tokens=num_tokens,
+            num_requests=len(metadata[0].seq_lens_host) if metadata else 0,
+            num_groups=len(groups),
+            num_rotaries=len(rotaries),
+        )
+        self._engine.library.hb_run(self._engine.handle, ops, len(self._ops), buffers, ctypes.byref(step))
+        return output_TE
+
+    def _compile(self) -> tuple[Any, Any]:
+        if self._compiled is None:
+            rows = self._engine.slice_rows
+            self._memory = [torch.zeros(rows, width + _ROW_GAP) for width in self._widths.values()]
+            buffers = (abi.Buffer * len(self._memory))(*(abi.Buffer(m.data_ptr(), m.stride(0)) for m in self._memory))
+            self._compiled = (abi.Op * len(self._ops))(*self._ops), buffers
+        return self._compiled
+
+    def _add(self, code: OpCode, **fields: Any) -> None:
+        assert self._compiled is None, "a program that has run is finished"
+        self._ops.append(abi.Op(code=code, **fields))
+
+    def _type_of_input(self, buffer: int) -> RowType:
+        """What is put into a buffer that products read; OUTPUT is float32."""
+        return RowType.FLOATS if buffer == OUTPUT else self._product_type
+
+    def _note_output(self, out: int, width: int) -> None:
+        if out == OUTPUT:
+            self._output_width = width
+
+    def _keep(self, value: Any) -> Any:
+        self._kept.append(value)
+        return value
+
+    def _floats(self, tensor: Tensor) -> int:
+        assert tensor.dtype == torch.float32
+        pointer: int = self._keep(tensor.contiguous()).data_ptr()
+        return pointer
+
+    def _matrices(self, matrices: Sequence[PackedMatrix]) -> Any:
+        array = (abi.Matrix * len(matrices))()
+        column = 0
+        for at, matrix in enumerate(matrices):
+            self._keep(matrix)
+            bias = None if matrix.bias is None else self._floats(matrix.bias)
+            array[at] = abi.Matrix(
+                matrix.data.data_ptr(),
+                bias,
+                matrix.panel_bytes,
+                matrix.kind,
+                matrix.num_outputs,
+                matrix.num_inputs,
+                column,
+            )
+            column += matrix.num_outputs
+        return ctypes.cast(self._keep(array), ctypes.POINTER(abi.Matrix))
+
+
+def attention_structure(spec: AttentionSpec, cache: LayerCache, group: int) -> abi.Attention:
+    """A layer's attention with the addresses of its cache."""
+    planes = [
+        abi.Plane(plane.data_ptr(), *(stride * plane.element_size() for stride in plane.stride()[:3]))
+        for plane in (cache.planes["k"], cache.planes["v"])
+    ]
+    return abi.Attention(
+        cache=abi.Cache(*planes, CACHE_FORMATS[cache.format.name], cache.spec.block_size),
+        sinks=None,
+        group=group,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        window=spec.sliding_window or 0,
+        scale=spec.scale,
+        soft_cap=spec.soft_cap or 0.0,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _rotary_structure(rotary: RotaryInput) -> abi.Rotary:
+    freqs = rotary.inv_freq
+    return abi.Rotary(freqs.data_ptr(), 0 if freqs.dim() == 1 else freqs.stride(0), freqs.shape[-1], rotary.factor)
+
+
+def _group_structure(metadata: AttentionMetadata, block_table: Tensor) -> abi.Group:
+    return abi.Group(
+        metadata.query_start_loc.data_ptr(),
+        metadata.seq_lens.data_ptr(),
+        block_table.data_ptr(),
+        metadata.slot_mapping.data_ptr(),
+        block_table.shape[1],
+    )

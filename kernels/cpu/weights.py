@@ -1,0 +1,84 @@
+"""Weight matrices as the C++ kernels read them: cut into panels, at the precision of the file.
+
+`pack` takes dense tensors and rows of GGUF blocks. Knows storage, nothing of models. Called while a model is loaded.
+
+Shape letters: O outputs, E inputs, L bytes of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfbyte.kernels.cpu.abi import WeightKind
+from halfbyte.kernels.cpu.library import CpuEngine
+from halfbyte.platform import huge_pages
+
+_ALIGNMENT = 64
+_KIND_OF_DTYPE = {torch.float32: WeightKind.F32, torch.bfloat16: WeightKind.BF16, torch.float16: WeightKind.F16}
+
+
+@dataclass(slots=True)
+class PackedMatrix:
+    """[num_outputs, num_inputs] in panels. data: uint8, owned. bias: float32 [num_outputs], set later where there is one."""
+
+    kind: WeightKind
+    num_outputs: int
+    num_inputs: int
+    panel_bytes: int
+    data: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+
+class WeightMemory:
+    """Memory for packed weights, in large pieces of huge pages: reading all weights in each step would otherwise miss the
+    TLB once per 4 KiB, which costs half of the bandwidth."""
+
+    def __init__(self, piece_bytes: int = 64 << 20) -> None:
+        self._piece_bytes = piece_bytes
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], at a multiple of 64, not initialised."""
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > self._piece.numel():
+            memory = huge_pages(max(num_bytes, self._piece_bytes))
+            self._piece, start = torch.frombuffer(memory, dtype=torch.uint8), 0
+        self._used = start + num_bytes
+        return self._piece[start : self._used]
+
+
+def pack_dense(engine: CpuEngine, weight_OE: Tensor, memory: WeightMemory | None = None, *, pairs: bool = False) -> PackedMatrix:
+    """A float32, bfloat16 or float16 weight, kept in its dtype. pairs: bfloat16, to be multiplied with bfloat16 activations."""
+    weight_OE = weight_OE.contiguous()
+    kind = WeightKind.BF16_PAIRS if pairs else _KIND_OF_DTYPE[weight_OE.dtype]
+    return pack_rows(engine, kind, weight_OE.view(torch.uint8), weight_OE.shape[1], memory)
+
+
+def quantize_int8(engine: CpuEngine, weight_OE: Tensor) -> Tensor:
+    """Rows of Q8_0 blocks (uint8 [O, E / 32 * 34]): 32 inputs share a float16 scale, the greatest magnitude over 127."""
+    num_outputs, num_inputs = weight_OE.shape
+    assert weight_OE.dtype == torch.float32 and num_inputs % 32 == 0
+    weight_OE = weight_OE.contiguous()
+    rows_OL = torch.empty(num_outputs, num_inputs // 32 * 34, dtype=torch.uint8)
+    engine.library.hb_quantize_q8_0(engine.handle, weight_OE.data_ptr(), num_outputs, num_inputs, rows_OL.data_ptr())
+    return rows_OL
+
+
+def pack_rows(
+    engine: CpuEngine, kind: WeightKind, rows_OL: Tensor, num_inputs: int, memory: WeightMemory | None = None
+) -> PackedMatrix:
+    """Rows as the file has them (uint8, one row of blocks per output), into memory of their own or into `memory`."""
+    assert rows_OL.dtype == torch.uint8 and rows_OL.is_contiguous()
+    num_outputs = rows_OL.shape[0]
+    panel_bytes: int = engine.library.hb_panel_bytes(engine.handle, kind, num_inputs)
+    data = (memory or WeightMemory(0)).take(-(-num_outputs // engine.panel) * panel_bytes)
+    engine.library.hb_pack(engine.handle, kind, rows_OL.data_ptr(), rows_OL.shape[1], num_outputs, num_inputs, data.data_ptr())
+    return PackedMatrix(kind, num_outputs, num_inputs, panel_bytes, data)

@@ -1,0 +1,155 @@
+"""A model run by the C++ kernels: the same calls as `layers.model.Model`, one call into the library per step.
+
+Weights are packed while they are loaded (`PackingLoader`); the layers record their program at the first step, when the cache is
+there. Weights keep the precision of the checkpoint, activations are float32. Knows models and packed weights; knows no requests.
+
+Shape letters: T tokens, N rows that want logits, E hidden, V vocab, O outputs, L bytes of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.config import ModelConfig
+from halfbyte.kernels.attention.base import AttentionBackend, AttentionSpec
+from halfbyte.kernels.cpu.abi import RowType, WeightKind
+from halfbyte.kernels.cpu.library import CpuEngine
+from halfbyte.kernels.cpu.program import INPUT, OUTPUT, Program
+from halfbyte.kernels.cpu.weights import PackedMatrix, WeightMemory, pack_dense, pack_rows, quantize_int8
+from halfbyte.kvcache.tensors import LayerCache
+from halfbyte.model_runner.checkpoint import GGUFRows
+from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.layers.context import ForwardContext
+from halfbyte.model_runner.layers.model import Model
+from halfbyte.model_runner.layers.weights import LoadReport, MatrixModule, WeightTarget, copy_rows
+from halfbyte.model_runner.loader import load_model
+from halfbyte.model_runner.source import ModelFiles
+
+# Instruction sets that multiply pairs of bfloat16
+PAIR_ISAS = frozenset({"avx512_bf16"})
+
+
+class PackingLoader:
+    """Puts checkpoint tensors into a model: matrices packed, the rest copied.
+
+    quantization: "auto" keeps GGUF's blocks and stores dense matrices in `dtype`; "none" stores all in `dtype`; "int8" all as
+    8-bit blocks. kinds: how many matrices are stored in which way.
+    """
+
+    def __init__(
+        self, engine: CpuEngine, dtype: torch.dtype, quantization: str, *, product_type: RowType = RowType.FLOATS
+    ) -> None:
+        self.kinds: dict[str, int] = {}
+        self.keeps_blocks = quantization == "auto"
+        self.product_type = product_type
+        self._engine = engine
+        self._dtype = dtype
+        self._int8 = quantization == "int8"
+        self._memory = WeightMemory()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} as {kind}" for kind, count in self.kinds.items())
+
+    def put(self, target: WeightTarget, tensor: Tensor | GGUFRows) -> None:
+        if not isinstance(target.module, MatrixModule) or target.name != "weight":
+            assert isinstance(tensor, Tensor), "only matrices are packed"
+            copy_rows(target, tensor)
+            return
+        matrix = self._pack(tensor)
+        target.module.packed[target.start] = matrix
+        self.kinds[matrix.kind.name] = self.kinds.get(matrix.kind.name, 0) + 1
+
+    def _pack(self, tensor: Tensor | GGUFRows) -> PackedMatrix:
+        if isinstance(tensor, GGUFRows):
+            return pack_rows(self._engine, WeightKind[tensor.type_name], tensor.rows_OL, tensor.num_inputs, self._memory)
+        if self._int8 and tensor.shape[1] % 32 == 0:
+            rows_OL = quantize_int8(self._engine, tensor.float())
+            return pack_rows(self._engine, WeightKind.Q8_0, rows_OL, tensor.shape[1], self._memory)
+        pairs = self.product_type is RowType.BF16
+        return pack_dense(self._engine, tensor.to(self._dtype), self._memory, pairs=pairs)
+
+
+class CpuModel:
+    """`model`, whose matrices are packed, on `engine`. dtype: of the checkpoint's arithmetic."""
+
+    def __init__(self, model: Model, engine: CpuEngine, dtype: torch.dtype, product_type: RowType = RowType.FLOATS) -> None:
+        self.model = model
+        self.engine = engine
+        self._dtype = dtype
+        self._program: Program | None = None
+        self._caches: list[LayerCache] = []
+        self._product_type = product_type
+        self._head = Program(engine, product_type)
+        self._head.linear(INPUT, OUTPUT, model.head.matrices)
+        self._best = Program(engine, product_type)
+        self._best.best(INPUT, OUTPUT, model.head.matrices[0])
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.model.config
+
+    @property
+    def backend(self) -> AttentionBackend:
+        return self.model.backend
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    def attention_specs(self) -> list[AttentionSpec]:
+        return self.model.attention_specs()
+
+    def __call__(self, token_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
+        """Hidden states after the final norm, float32 [T, E]. Writes K and V into the caches of `context`."""
+        if self._program is None or self._caches is not context.caches:
+            self._program, self._caches = Program(self.engine, self._product_type), context.caches
+            self.model.record(self._program, context, self._dtype, OUTPUT)
+        return self._program.run(
+            token_ids_T.shape[0],
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            rotaries=self.model.rotary_inputs(positions_T),
+            metadata=context.metadata,
+        )
+
+    def compute_logits(self, hidden_NE: Tensor) -> Tensor:
+        """float32 [N, V] for the given rows only."""
+        return self.model.cap_logits(self._head.run(hidden_NE.shape[0], input_TE=self._product_input(hidden_NE)))
+
+    def best_tokens(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's token of the greatest logit (int64 [N]; the first of equals) and that logit, without making the others.
+
+        A row whose logits hold a NaN has NaN. A cap on the logits changes no order and is left out.
+        """
+        best_N2 = self._best.run(hidden_NE.shape[0], input_TE=self._product_input(hidden_NE))
+        return best_N2.view(torch.int32)[:, 1].long(), best_N2[:, 0]
+
+    def _product_input(self, hidden_NE: Tensor) -> Tensor:
+        return hidden_NE.bfloat16() if self._product_type is RowType.BF16 else hidden_NE
+
+    def close(self) -> None:
+        """End the threads."""
+        self.engine.close()
+
+
+def product_type(engine: CpuEngine, dtype: torch.dtype, quantization: str, *, is_gguf: bool) -> RowType:
+    """What products read: bfloat16 where all matrices are stored so and the machine multiplies pairs of it, else float32.
+
+    GGUF's blocks, int8 and everything on machines without such instructions are multiplied with float32 activations.
+    """
+    is_all_bf16 = dtype is torch.bfloat16 and (quantization == "none" or (quantization == "auto" and not is_gguf))
+    return RowType.BF16 if is_all_bf16 and engine.isa in PAIR_ISAS else RowType.FLOATS
+
+
+def load_cpu_model(
+    files: ModelFiles, decoder: DecoderConfig, settings: ModelConfig, backend: AttentionBackend
+) -> tuple[CpuModel, LoadReport, str]:
+    """The model on `settings.num_threads` threads, what loading did, and in which forms the weights are stored."""
+    dtype = getattr(torch, settings.dtype)
+    engine = CpuEngine(settings.num_threads)
+    rows = product_type(engine, dtype, settings.quantization, is_gguf=files.kind == "gguf")
+    packing = PackingLoader(engine, dtype, settings.quantization, product_type=rows)
+    model, report = load_model(files, decoder, dtype, "cpu", settings.load_format, backend, packing)
+    stored = f"{packing} ({engine.isa} kernels, {engine.num_threads} threads, {rows.name.lower()} activations)"
+    return CpuModel(model, engine, dtype, rows), report, stored
