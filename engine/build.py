@@ -47,17 +47,17 @@ def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seco
     Raises a HalfbyteError with a one-line message when the model, the options and the machine do not go together.
     """
     phases = _Phases(report)
+    os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPIN_COUNT)
     files = find_model(options.model, options)
     decoder = config_from_files(files, options.hf_overrides or {})
     platform = detect_platform(options.device)
+    phases.end("read configuration")
     backends = _attention_backends(platform)
     phases.end("load CPU kernels")
     config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=backends)
-    phases.end("resolve configuration")
-    os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPIN_COUNT)
     from halfbyte.model_runner.runner import load_runner
 
-    phases.end("import torch")
+    phases.end("resolve configuration, import torch")
     runner = load_runner(config, files, decoder, platform)
     phases.end("load weights")
     capacity = _size(config, decoder, platform, runner)

@@ -37,6 +37,8 @@ MIN_CUDA_CAPABILITY = (8, 0)
 DEFAULT_BLOCK_SIZE = 16
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# A step of 2048 prompt tokens takes a CPU long enough to hold up every stream; fewer cost no throughput there.
+DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_SEQS_CPU = 64
 DEFAULT_MAX_LOGPROBS = 20
@@ -219,7 +221,7 @@ def _resolve_cache(options: EngineOptions, dtype: DType, platform: Platform, pic
 
 def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Platform, pick: _Picker) -> SchedulerConfig:
     chunked = pick("enable_chunked_prefill", options.enable_chunked_prefill, True)
-    budget = _token_budget(options, max_model_len, chunked, pick)
+    budget = _token_budget(options, max_model_len, chunked, platform, pick)
     return SchedulerConfig(
         max_num_seqs=_max_num_seqs(options, budget, platform, pick),
         max_num_batched_tokens=budget,
@@ -235,8 +237,8 @@ def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Pla
     )
 
 
-def _token_budget(options: EngineOptions, max_model_len: int, chunked: bool, pick: _Picker) -> int:
-    """max_num_batched_tokens. Without chunked prefill the longest prompt must fit into one step."""
+def _token_budget(options: EngineOptions, max_model_len: int, chunked: bool, platform: Platform, pick: _Picker) -> int:
+    """max_num_batched_tokens. A step must hold a token of each request, and without chunked prefill the longest prompt."""
     given = _count(options, "max_num_batched_tokens", 1, _MAX_COUNT)
     if not chunked and max_model_len == AUTO_FIT:
         raise UserError("--no-enable-chunked-prefill needs a fixed --max-model-len, got auto", param="enable_chunked_prefill")
@@ -246,8 +248,10 @@ def _token_budget(options: EngineOptions, max_model_len: int, chunked: bool, pic
             "fit into a step; raise it, lower --max-model-len or leave chunked prefill on",
             param="max_num_batched_tokens",
         )
-    default = DEFAULT_MAX_NUM_BATCHED_TOKENS if chunked else max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_model_len)
-    return int(pick("max_num_batched_tokens", given, default))
+    on_cpu = platform.device == "cpu"
+    default = DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU if on_cpu else DEFAULT_MAX_NUM_BATCHED_TOKENS
+    default = max(default, _count(options, "max_num_seqs", 1, _MAX_COUNT) or 0, 0 if chunked else max_model_len)
+    return int(pick("max_num_batched_tokens", given, default, "platform" if on_cpu else "default"))
 
 
 def _max_num_seqs(options: EngineOptions, budget: int, platform: Platform, pick: _Picker) -> int:

@@ -49,7 +49,7 @@ class PackingLoader:
         self._memory = WeightMemory()
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} as {kind}" for kind, count in self.kinds.items())
+        return " ".join(f"{kind} x {count}" for kind, count in self.kinds.items())
 
     def put(self, target: WeightTarget, tensor: Tensor | GGUFRows) -> None:
         if not isinstance(target.module, MatrixModule) or target.name != "weight":
@@ -145,11 +145,11 @@ def product_type(engine: CpuEngine, dtype: torch.dtype, quantization: str, *, is
 def load_cpu_model(
     files: ModelFiles, decoder: DecoderConfig, settings: ModelConfig, backend: AttentionBackend
 ) -> tuple[CpuModel, LoadReport, str]:
-    """The model on `settings.num_threads` threads, what loading did, and in which forms the weights are stored."""
+    """The model on `settings.num_threads` threads, what loading did, and which kernels run."""
     dtype = getattr(torch, settings.dtype)
     engine = CpuEngine(settings.num_threads)
     rows = product_type(engine, dtype, settings.quantization, is_gguf=files.kind == "gguf")
     packing = PackingLoader(engine, dtype, settings.quantization, product_type=rows)
     model, report = load_model(files, decoder, dtype, "cpu", settings.load_format, backend, packing)
-    stored = f"{packing} ({engine.isa} kernels, {engine.num_threads} threads, {rows.name.lower()} activations)"
-    return CpuModel(model, engine, dtype, rows), report, stored
+    used = f"{engine.isa}, {engine.num_threads} threads; linear {packing}, {rows.name.lower()} activations"
+    return CpuModel(model, engine, dtype, rows), report, used

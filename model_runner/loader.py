@@ -23,7 +23,6 @@ from halfbyte.model_runner.layers.weights import (
     copy_rows,
     load_weights,
     materialise,
-    prepack_weights,
     weight_map,
 )
 from halfbyte.model_runner.models import get_model_class
@@ -61,8 +60,6 @@ def load_model(
     report = load_weights(model, checkpoint_tensors(files, keeps_blocks=keeps_blocks), put)
     if report.missing or report.mis_shaped:
         raise ModelFileError(_complaint(files, config, report))
-    if torch_dtype is torch.float32 and packing is None and torch.device(device).type == "cpu":
-        prepack_weights(model)
     return model, report
 
 

@@ -26,6 +26,7 @@ from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.input_batch import InputBatch, attention_metadata, make_batch
 from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
+from halfbyte.model_runner.layers.weights import prepack_weights
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.logprobs import Listed, token_logprobs
 from halfbyte.model_runner.request_rows import RequestRows
@@ -47,11 +48,17 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
         # The compiled kernels have threads of their own; what is left to torch is too small to wake another team for.
         torch.set_num_threads(1 if backend.name == "cpu" else settings.num_threads)
     if backend.name == "cpu":
-        model, report, stored = load_cpu_model(files, decoder, settings, backend)
+        model, report, kernels = load_cpu_model(files, decoder, settings, backend)
     else:
         model, report = load_model(files, decoder, settings.dtype, settings.device, settings.load_format, backend)
-        stored = settings.dtype
-    lines = [f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes, {stored}"]
+        if (settings.device, settings.dtype) == ("cpu", "float32"):
+            prepack_weights(model)
+        kernels = f"torch, {settings.num_threads} threads; linear {settings.dtype}"
+    limit = f"{platform.memory_limit_bytes / 2**30:.1f} GiB of memory"
+    lines = [
+        f"kernels: {kernels}; attention {backend.name} over {config.cache.kv_cache_dtype} KV; {limit}",
+        f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes",
+    ]
     if report.unused:
         lines.append(f"weights: {len(report.unused)} tensors of the file are not used: {', '.join(report.unused[:5])}")
     runner = ModelRunner(config, model, backend, lines)

@@ -1,4 +1,4 @@
-"""The compiled kernels: found beside this file (a wheel), else in the cache folder, else compiled into it.
+"""The compiled kernels: found beside this file (a wheel), else in the cache folder, else compiled into it if there is a compiler.
 
 Knows files and compilers, nothing of models. `load` is called once per process; why there are no kernels is a sentence that the
 user gets to see. `CpuEngine` is one team of threads on one instruction set.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import halfbyte
+from halfbyte.kernels.cpu.build import LIBRARY_NAME, SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("halfbyte", "kvcache", "kernels", "model_runner", "engine", "entrypoints")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 REQUIREMENTS = {r.name: r for r in map(Requirement, PROJECT["project"]["dependencies"])}
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 def test_package_list_is_the_tree() -> None:
@@ -36,6 +41,12 @@ def test_package_list_is_the_tree() -> None:
 def test_package_folders() -> None:
     expected = {"halfbyte": "halfbyte"} | {f"halfbyte.{floor}": floor for floor in FLOORS[1:]}
     assert PROJECT["tool"]["setuptools"]["package-dir"] == expected
+
+
+def test_kernel_sources_are_packaged() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["halfbyte.kernels.cpu"]
+    folder = ROOT / "kernels/cpu"
+    assert {path for pattern in patterns for path in folder.glob(pattern)} == set(SOURCES.iterdir())
 
 
 def test_subfolders_are_packages() -> None:
@@ -123,20 +134,35 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in FLOORS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("LICENSE*")):
+    for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("LICENSE*"), ROOT / "setup.py"):
         shutil.copy(path, copy)
     return copy
 
 
+def build_wheel(source: Path, folder: Path, **environ: str) -> Path:
+    command = [*PIP, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), "."]
+    shutil.rmtree(source / "build", ignore_errors=True)
+    _run(command, source, **environ)
+    [wheel] = folder.glob("halfbyte-*.whl")
+    return wheel
+
+
+def kernel_files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {
+            name.removeprefix("halfbyte/kernels/cpu/") for name in archive.namelist() if name.startswith("halfbyte/kernels/cpu/")
+        }
+
+
 @pytest.mark.slow
 def test_wheel_works_from_another_directory(source: Path, tmp_path: Path) -> None:
-    """Installed, away from the checkout: every module is there, the command answers, a generation runs."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    _run([*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), "."], source)
-    [wheel] = tmp_path.glob("halfbyte-*.whl")
+    """Installed, away from the checkout: every module is there, the kernels load, the command answers, a generation runs."""
+    wheel = build_wheel(source, tmp_path)
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl"), "the library has no Python's ABI"
+    assert {LIBRARY_NAME, *(f"csrc/{path.name}" for path in SOURCES.iterdir())} <= kernel_files(wheel)
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    _run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], tmp_path)
+    _run([*PIP, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], tmp_path)
     modules = sorted(
         path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
         for floor in FLOORS
@@ -151,10 +177,36 @@ def test_wheel_works_from_another_directory(source: Path, tmp_path: Path) -> Non
         f"    assert file.startswith({str(site)!r}), file\n"
     )
     _run([sys.executable, "-c", code], elsewhere, PYTHONPATH=str(site))
+    code = "from halfbyte.kernels.cpu import library; print(library.load()._name)"
+    loaded = _run([sys.executable, "-c", code], elsewhere, PYTHONPATH=str(site), XDG_CACHE_HOME=str(tmp_path / "cache")).stdout
+    assert loaded.strip() == str(site / "halfbyte/kernels/cpu" / LIBRARY_NAME) and not (tmp_path / "cache").exists()
     halfbyte_command = [sys.executable, "-m", "halfbyte"]
     assert "serve" in _run([*halfbyte_command, "--help"], elsewhere, PYTHONPATH=str(site)).stdout
     words = ["generate", "The capital of France is", "--max-tokens", "4"]
     assert "Paris" in _run([*halfbyte_command, *words], elsewhere, PYTHONPATH=str(site)).stdout
+
+
+@pytest.mark.slow
+def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:
+    """The build succeeds, for any platform, with the sources of the kernels inside."""
+    (tmp_path / "bin").mkdir()
+    wheel = build_wheel(source, tmp_path, PATH=str(tmp_path / "bin"))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert LIBRARY_NAME not in kernel_files(wheel) and "csrc/api.cpp" in kernel_files(wheel)
+
+
+@pytest.mark.slow
+def test_source_distribution_holds_what_a_build_needs(source: Path, tmp_path: Path) -> None:
+    _run([sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path)], source)
+    [archive] = tmp_path.glob("halfbyte-*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    assert {
+        "setup.py",
+        "pyproject.toml",
+        "kernels/cpu/build.py",
+        *(f"kernels/cpu/csrc/{path.name}" for path in SOURCES.iterdir()),
+    } <= names
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_defaults_on_a_cpu() -> None:
     )
     assert found.scheduler == SchedulerConfig(
         max_num_seqs=64,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=512,
         max_num_queued_reqs=None,
         max_num_queued_tokens=None,
         long_prefill_token_threshold=0,
@@ -59,6 +59,12 @@ def test_defaults_on_a_cpu() -> None:
         logprobs_mode="raw_logprobs",
     )
     assert found.attention_backend == "reference"
+
+
+def test_the_token_budget_holds_a_token_of_each_request() -> None:
+    assert resolved(max_num_seqs=4096).scheduler.max_num_batched_tokens == 4096
+    with pytest.raises(UserError, match="--max-num-seqs 4096 is more than --max-num-batched-tokens 2048"):
+        resolved(max_num_seqs=4096, max_num_batched_tokens=2048)
 
 
 def test_defaults_on_a_gpu() -> None:
@@ -194,7 +200,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("kv_cache_memory_bytes", 0, "--kv-cache-memory-bytes must be an integer in [1,"),
     ("num_gpu_blocks_override", 1, "--num-gpu-blocks-override must be an integer in [2,"),
     ("max_num_seqs", 0, "--max-num-seqs must be an integer in [1,"),
-    ("max_num_seqs", 4096, "--max-num-seqs 4096 is more than --max-num-batched-tokens 2048"),
     ("max_num_seqs", True, "--max-num-seqs must be an integer in [1, 2147483647], got True"),
     ("max_num_batched_tokens", 0, "--max-num-batched-tokens must be an integer in [1,"),
     ("max_num_queued_reqs", 0, "--max-num-queued-reqs must be an integer in [1,"),
@@ -219,7 +224,7 @@ def test_wrong_value_is_one_line_with_the_flag(option: str, value: Any, message:
 
 def test_without_chunked_prefill_a_step_holds_the_longest_prompt() -> None:
     assert resolved(enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 8192
-    assert resolved(enable_chunked_prefill=False, max_model_len=512).scheduler.max_num_batched_tokens == 2048
+    assert resolved(enable_chunked_prefill=False, max_model_len=1024).scheduler.max_num_batched_tokens == 1024
     with pytest.raises(UserError, match="--max-num-batched-tokens 100 is less than the max_model_len 8192"):
         resolved(enable_chunked_prefill=False, max_num_batched_tokens=100)
     with pytest.raises(UserError, match="needs a fixed --max-model-len, got auto"):

@@ -18,7 +18,7 @@ extern "C" const Kernels hb_kernels_portable;
 
 namespace {
 
-constexpr int kSliceRows = 384;         // tokens that go through a program at a time; bounds its buffers
+constexpr int kSliceRows = 512;         // tokens that go through a program at a time; bounds its buffers
 constexpr int kPartKeys = 512;          // as in attention.h
 constexpr int kMaxAttentionRows = 64;   // as `kMaxRows` of attention.h
 constexpr int kQueryRows = 48;          // rows of an item of prefill

@@ -23,6 +23,7 @@ HB_INLINE int round_up(int value, int unit) { return (value + unit - 1) / unit *
 struct Softmax {
   float *most, *total, *out;
   int64_t ld;
+  float* sums;  // of each row, kLanes of them while the total is being summed up
 };
 
 // Where the keys and values of a tile lie.
@@ -45,8 +46,8 @@ struct Scratch {
     keys = take((int64_t)kKeys * round_up(dim, kLanes));
     values = take(kKeys * wide_v);
     scores = take(kMaxRows * kKeys);
-    part = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v};
-    all = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v};
+    part = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v, take(kMaxRows * kLanes)};
+    all = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v, nullptr};
   }
 };
 
@@ -149,21 +150,21 @@ HB_INLINE void soften(float* scores, int from, int to, int count, float soft_cap
     store(scores + i, value);
     greatest = maximum(greatest, value);
   }
-  float tile_most = maximum(greatest);
-  if (!(tile_most <= most)) {  // a NaN goes on into the sums: the row is then found to be no number
-    float scale = part.total[row] == 0.0f ? 0.0f : exponential(splat(most - tile_most))[0];
-    part.total[row] *= scale;
+  V total = load(part.sums + row * kLanes);
+  if (any_above(greatest, splat(most))) {  // a NaN goes on into the sums: the row is then found to be no number
+    const float tile_most = maximum(greatest);
+    const V scale = most == -INFINITY ? V{} : exponential(splat(most - tile_most));
+    total *= scale;
     float* out = part.out + row * part.ld;
-    for (int d = 0; d < part.ld; d += kLanes) store(out + d, load(out + d) * splat(scale));
+    for (int d = 0; d < part.ld; d += kLanes) store(out + d, load(out + d) * scale);
     part.most[row] = most = tile_most;
   }
-  V total = {};
   for (int i = 0; i < count; i += kLanes) {
     V weight = exponential(load(scores + i) - splat(most));
     store(scores + i, weight);
     total += weight;
   }
-  part.total[row] += sum(total);
+  store(part.sums + row * kLanes, total);
 }
 
 // Keys first .. end of one kv head, inside one part of the context. end 0: none.
@@ -181,7 +182,8 @@ HB_INLINE void find_first(const Attention& a, const int32_t* table, Range range,
 template <class Format>
 static void attend_range(const Attention& a, const Work& work, const int32_t* table, Range range, Range next, Scratch& s) {
   const int heads = a.num_heads / a.num_kv_heads, num_rows = work.num_queries * heads, wide_v = (int)s.part.ld;
-  for (int row = 0; row < num_rows; row++) s.part.most[row] = -INFINITY, s.part.total[row] = 0.0f;
+  for (int row = 0; row < num_rows; row++) s.part.most[row] = -INFINITY;
+  memset(s.part.sums, 0, (int64_t)num_rows * kLanes * 4);
   memset(s.part.out, 0, (int64_t)num_rows * wide_v * 4);
   for (int tile = range.first / kKeys * kKeys; tile < range.end; tile += kKeys) {
     const int start = tile < range.first ? range.first : tile, count = s.tiles[s.turn].count;
@@ -202,6 +204,7 @@ static void attend_range(const Attention& a, const Work& work, const int32_t* ta
     }
     multiply_panels(s.values, kKeys * kPanel, wide_v / kPanel, count, num_rows, s.scores, kKeys, s.part.out, wide_v, true);
   }
+  for (int row = 0; row < num_rows; row++) s.part.total[row] = sum(load(s.part.sums + row * kLanes));
 }
 
 // The finished row, in place: the sum divided out, a sink counting as one more key without a value.

@@ -33,7 +33,7 @@ static double multiply_adds(int64_t rounds) {
 
 static constexpr int64_t kScratchBytes =
     (int64_t)sizeof(float) * (kPieceInputs * kPanel + 4 * kBlockRows * kPanel + 2 * kMaxRows * kMaxHeadDim +
-                              4 * (kMaxHeadDim + kPanel) * kKeys + kMaxRows * kKeys + 2 * kMaxRows * (kMaxHeadDim + kPanel) + 1024);
+                              4 * (kMaxHeadDim + kPanel) * kKeys + kMaxRows * kKeys + 2 * kMaxRows * (kMaxHeadDim + kPanel + kLanes) + 2048);
 
 }  // namespace HB_ISA
 

@@ -4,6 +4,7 @@
 // neighbouring numbers of it, `part` fewer (the rest are zero), and `write` stores a whole one. Attention takes the format as a template argument.
 #pragma once
 #include "program.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace HB_ISA {
@@ -29,10 +30,11 @@ template <int FORMAT> struct DenseKV {
   }
 
   HB_INLINE void write(uint8_t* to, int dim, const float* row) {
+    if (FORMAT == kCacheBF16) return put_bf16(row, dim, (uint16_t*)to);
     for (int d = 0; d < dim; d++, to += kBytes) {
       if (FORMAT == kCacheF32) memcpy(to, row + d, 4);
       else {
-        uint16_t half = FORMAT == kCacheBF16 ? to_bf16(row[d]) : to_f16(row[d]);
+        uint16_t half = to_f16(row[d]);
         memcpy(to, &half, 2);
       }
     }

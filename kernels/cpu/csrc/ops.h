@@ -208,7 +208,13 @@ static void gated(const Op& op, const Slice& slice, int64_t item, uint8_t* scrat
 }
 
 HB_INLINE void rotate(float* x, const float* cosine, const float* sine, int half) {
-  for (int i = 0; i < half; i++) {
+  int i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    V low = load(x + i), high = load(x + i + half), c = load(cosine + i), s = load(sine + i);
+    store(x + i, low * c - high * s);
+    store(x + i + half, high * c + low * s);
+  }
+  for (; i < half; i++) {
     float low = x[i], high = x[i + half];
     x[i] = low * cosine[i] - high * sine[i];
     x[i + half] = high * cosine[i] + low * sine[i];

@@ -181,6 +181,19 @@ HB_INLINE float maximum(V value) {
   return fold_lanes(value, [](V a, V b) __attribute__((always_inline)) { return maximum(a, b); });
 }
 
+// Whether any lane of a is not at most that of b: greater, or no number.
+HB_INLINE bool any_above(V a, V b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NLE_UQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_NLE_UQ)) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < kLanes; i++) found |= !(a[i] <= b[i]);
+  return found;
+#endif
+}
+
 // e^x within 2 ulp for x <= 88; 0 below -87 (where float32 ends), so that a masked score counts nothing. Polynomial of Cephes' expf.
 HB_INLINE V exponential(V x) {
   const V magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
