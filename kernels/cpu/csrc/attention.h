@@ -78,56 +78,59 @@ HB_INLINE void find_tile(const Attention& a, const int32_t* table, int head, int
   for (int i = count; i < kKeys; i++) to.k[i] = to.k[count - 1], to.v[i] = to.v[count - 1];
 }
 
-// Decodes a tile: k turned (a panel of kPanel keys is [dim][kPanel]), v as panels of its columns. Meanwhile the memory is asked
-// for the tile `ahead`, a little at a time: a burst would be waited for.
+// Decodes a tile: k turned (a panel of kPanel keys is [words of a key][kPanel]), v as panels of its columns, a word for each value
+// or pair of values. Meanwhile the memory is asked for the tile `ahead`, a little at a time: a burst would be waited for.
 template <class Format> HB_INLINE void load_tile(const Attention& a, const Tile& tile, const Tile& ahead, Scratch& s) {
-  const int count = tile.count, wide_v = (int)s.part.ld;
+  constexpr int kPerWord = Format::Product::kInputsPerWord;
+  const int count = tile.count, wide_v = (int)s.part.ld, words = a.head_dim / kPerWord;
   const uint8_t *const *k = tile.k, *const *v = tile.v;
   for (int i = 0; i < count; i += kLanes) {
-    float* panel = s.keys + (int64_t)(i / kPanel) * a.head_dim * kPanel + i % kPanel;
-    for (int d = 0; d < a.head_dim; d += kLanes) {
-      int dims = a.head_dim - d < kLanes ? a.head_dim - d : kLanes;
+    float* panel = s.keys + (int64_t)(i / kPanel) * words * kPanel + i % kPanel;
+    for (int w = 0; w < words; w += kLanes) {
+      const int some = words - w < kLanes ? words - w : kLanes;
       V square[kLanes];
-      if (Format::bytes(d) % kLineBytes < Format::bytes(kLanes))
-        for (int r = 0; r < kLanes; r++) __builtin_prefetch(ahead.k[i + r] + Format::bytes(d));
-      if (dims == kLanes) {
+      if (Format::bytes(w) % kLineBytes < Format::bytes(kLanes))
+        for (int r = 0; r < kLanes; r++) __builtin_prefetch(ahead.k[i + r] + Format::bytes(w));
+      if (some == kLanes) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kLanes; r++) square[r] = Format::vector(k[i + r], d);
+        for (int r = 0; r < kLanes; r++) square[r] = Format::vector(k[i + r], w);
       } else {
-        for (int r = 0; r < kLanes; r++) square[r] = Format::part(k[i + r], d, dims);
+        for (int r = 0; r < kLanes; r++) square[r] = Format::part(k[i + r], w, some);
       }
       transpose(square);
-      if (dims == kLanes) {
+      if (some == kLanes) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kLanes; r++) store(panel + (int64_t)(d + r) * kPanel, square[r]);
+        for (int r = 0; r < kLanes; r++) store(panel + (int64_t)(w + r) * kPanel, square[r]);
       } else {
-        for (int r = 0; r < dims; r++) store(panel + (int64_t)(d + r) * kPanel, square[r]);
+        for (int r = 0; r < some; r++) store(panel + (int64_t)(w + r) * kPanel, square[r]);
       }
     }
   }
   for (int d = 0; d < wide_v; d += kLanes) {
     float* column = s.values + (int64_t)(d / kPanel) * kKeys * kPanel + d % kPanel;
-    int dims = a.head_dim_v - d < kLanes ? a.head_dim_v - d : kLanes;
+    const int dims = a.head_dim_v - d < kLanes ? a.head_dim_v - d : kLanes;
     if (dims == kLanes)
-      for (int i = 0; i < count; i++) {
-        __builtin_prefetch(ahead.v[i] + Format::bytes(d));
-        store(column + (int64_t)i * kPanel, Format::vector(v[i], d));
+      for (int i = 0; i < count; i += kPerWord) {
+        for (int j = 0; j < kPerWord; j++) __builtin_prefetch(ahead.v[i + j] + d * Format::kBytes);
+        store(column + (int64_t)(i / kPerWord) * kPanel, Format::value(v + i, d));
       }
     else
-      for (int i = 0; i < count; i++) store(column + (int64_t)i * kPanel, dims > 0 ? Format::part(v[i], d, dims) : V{});
+      for (int i = 0; i < count; i += kPerWord)
+        store(column + (int64_t)(i / kPerWord) * kPanel, dims > 0 ? Format::value_part(v + i, d, dims) : V{});
   }
 }
 
-// A dense product over panels that lie side by side: in pairs when the rows are few.
+// A product over panels of K words that lie side by side: two at a time when the rows are few.
+template <class Product>
 HB_INLINE void multiply_panels(
     const float* panels, int64_t panel_floats, int num_panels, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
   for (int p = 0; p < num_panels;) {
     const uint8_t* at = (const uint8_t*)(panels + p * panel_floats);
     if (M <= kPairRows && p + 2 <= num_panels) {
-      tile_of<F32, kPairRows, 2>(M, at, panel_floats * 4, K, x, ldx, y + p * kPanel, ldy, resumes);
+      tile_of<Product, kPairRows, 2>(M, at, panel_floats * 4, K, x, ldx, y + p * kPanel, ldy, resumes);
       p += 2;
     } else {
-      multiply_dense<F32>(at, K, M, x, ldx, y + p * kPanel, ldy, resumes);
+      multiply_dense<Product>(at, K, M, x, ldx, y + p * kPanel, ldy, resumes);
       p += 1;
     }
   }
@@ -181,7 +184,10 @@ HB_INLINE void find_first(const Attention& a, const int32_t* table, Range range,
 // found already (s.tiles[s.turn]); on its last one it finds the first of `next`, so that the memory is never waited for idly.
 template <class Format>
 static void attend_range(const Attention& a, const Work& work, const int32_t* table, Range range, Range next, Scratch& s) {
+  using Product = typename Format::Product;
+  constexpr int kPerWord = Product::kInputsPerWord;
   const int heads = a.num_heads / a.num_kv_heads, num_rows = work.num_queries * heads, wide_v = (int)s.part.ld;
+  const int words = a.head_dim / kPerWord;
   for (int row = 0; row < num_rows; row++) s.part.most[row] = -INFINITY;
   memset(s.part.sums, 0, (int64_t)num_rows * kLanes * 4);
   memset(s.part.out, 0, (int64_t)num_rows * wide_v * 4);
@@ -192,8 +198,8 @@ static void attend_range(const Attention& a, const Work& work, const int32_t* ta
     else if (next.end) find_first(a, table, next, s.tiles[s.turn ^ 1]);
     load_tile<Format>(a, s.tiles[s.turn], is_last && !next.end ? s.tiles[s.turn] : s.tiles[s.turn ^ 1], s);
     s.turn ^= 1;
-    multiply_panels(s.keys, (int64_t)a.head_dim * kPanel, (count + kPanel - 1) / kPanel, a.head_dim, num_rows, s.q, a.head_dim,
-                    s.scores, kKeys, false);
+    multiply_panels<Product>(s.keys, (int64_t)words * kPanel, (count + kPanel - 1) / kPanel, words, num_rows, s.q, a.head_dim,
+                             s.scores, kKeys, false);
     for (int row = 0; row < num_rows; row++) {
       int position = work.position + row / heads;
       int from = a.window && position - a.window + 1 > start ? position - a.window + 1 : start;
@@ -201,8 +207,10 @@ static void attend_range(const Attention& a, const Work& work, const int32_t* ta
       float* scores = s.scores + (int64_t)row * kKeys;
       if (from < to) soften(scores, from - tile, to - tile, count, a.soft_cap, s.part, row);
       else memset(scores, 0, kKeys * 4);
+      if (kPerWord == 2) put_bf16(scores, round_up(count, kLanes), (uint16_t*)scores);  // each store lies behind the loads
     }
-    multiply_panels(s.values, kKeys * kPanel, wide_v / kPanel, count, num_rows, s.scores, kKeys, s.part.out, wide_v, true);
+    multiply_panels<Product>(s.values, kKeys * kPanel, wide_v / kPanel, (count + kPerWord - 1) / kPerWord, num_rows, s.scores,
+                             kKeys, s.part.out, wide_v, true);
   }
   for (int row = 0; row < num_rows; row++) s.part.total[row] = sum(load(s.part.sums + row * kLanes));
 }
@@ -278,7 +286,7 @@ template <class Format> static void attend_as(const Op& op, const Slice& slice, 
     if (range.first == work.first_key) {
       for (int row = 0; row < num_rows; row++) {
         const float* from = row_of(slice, op.in, work.row + row / heads) + (range.head * heads + row % heads) * a.head_dim;
-        for (int d = 0; d < a.head_dim; d++) s.q[(int64_t)row * a.head_dim + d] = from[d] * a.scale;
+        Format::put_query(from, a.scale, a.head_dim, s.q + (int64_t)row * a.head_dim);
         s.all.most[row] = -INFINITY, s.all.total[row] = 0.0f;
       }
       memset(s.all.out, 0, (int64_t)num_rows * wide_v * 4);

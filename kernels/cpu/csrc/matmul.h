@@ -39,7 +39,8 @@ static __attribute__((noinline)) void tile(
       for (int v = 0; v < kVectors; v++) w[p][v] = F::decode(group[p], start, step, v);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) {
-      V value = splat((r < 4 ? x0 : r < 8 ? x4 : x8)[(r % 4) * ldx + step]);
+      const float* four = r < 4 ? x0 : r < 8 ? x4 : x8;  // by itself: GCC 12 under sanitizers indexes the choice wrongly
+      V value = splat(four[(r % 4) * ldx + step]);
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 4

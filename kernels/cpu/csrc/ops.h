@@ -250,6 +250,13 @@ struct CacheKernels {
 };
 #define HB_CACHE(F) {heads_as<F>, attend_as<F>}
 static const CacheKernels kCaches[] = {HB_CACHE(DenseKV<kCacheF32>), HB_CACHE(DenseKV<kCacheBF16>), HB_CACHE(DenseKV<kCacheF16>)};
+static const CacheKernels kPairCache = HB_CACHE(PairKV);
+
+// Those of the operation's cache; where products are in pairs of bfloat16, so are those of attention.
+HB_INLINE const CacheKernels& cache_of(const Op& op) {
+  const int format = op.attention->cache.format;
+  return format == kCacheBF16 && op.out_type == kBF16Rows ? kPairCache : kCaches[format];
+}
 
 static int64_t num_items(const Op& op, const Slice& slice) {
   int64_t count = 0;
@@ -275,8 +282,8 @@ static void run_item(const Op& op, const Slice& slice, int64_t item, uint8_t* sc
     case kNorm: return norm(op, slice, item, scratch);
     case kLinear: return linear(op, slice, item, scratch);
     case kGated: return gated(op, slice, item, scratch);
-    case kHeads: return kCaches[op.attention->cache.format].heads(op, slice, item);
-    case kAttend: return kCaches[op.attention->cache.format].attend(op, slice, item, scratch);
+    case kHeads: return cache_of(op).heads(op, slice, item);
+    case kAttend: return cache_of(op).attend(op, slice, item, scratch);
     case kCombine: return combine(op, slice, item, scratch);
     case kBest: return best(op, slice, item, scratch);
     case kBestOfPanels: return best_of_panels(op, slice, item);

@@ -131,7 +131,7 @@ class Sequence {
   }
 
   // Requests (context, how many of its last tokens are queries) in one batch. A position has the same bits in every batch.
-  void attend(const std::vector<std::pair<int, int>>& requests, RowType type = kFloats) {
+  void attend(const std::vector<std::pair<int, int>>& requests, RowType type) {
     std::vector<int64_t> tokens;
     std::vector<int32_t> starts = {0}, contexts, blocks;
     for (auto [context, num_queries] : requests) {
@@ -150,36 +150,53 @@ class Sequence {
                              step, type == kFloats ? width : width / 2, {{qkv_.data(), heads_.width()}});
     for (size_t row = 0; row < tokens.size(); row++) {
       const int position = (int)tokens[row];
-      if (type == kFloats) {
-        const Floats values(&found[row * width], &found[row * width] + width);
-        const Floats& known = known_.try_emplace(position, values).first->second;
-        check_same(values.data(), known.data(), width * 4, "position %d has other bits in another batch", position);
-      } else {
-        check_same(&found[row * width / 2], bf16_rows(known_.at(position)).data(), width * 2, "position %d is not the rounded floats", position);
+      Floats values, known;
+      for (int i = 0; i < width; i++) {
+        const auto* halves = (const uint8_t*)found.data() + (row * width + i) * 2;
+        values.push_back(type == kFloats ? found[row * width + i] : (float)from_bf16(read16(halves)));
       }
+      if (type == kFloats || is_paired(type)) known = known_[type].try_emplace(position, values).first->second;
+      else
+        for (float value : known_[kFloats].at(position)) known.push_back((float)as_bf16(value));
+      check_same(values.data(), known.data(), width * 4, "position %d has other bits in another batch", position);
     }
   }
 
-  void check_position(int position) const {
+  // Rows of bfloat16 over a cache of it are the outcome of products in pairs, else they are the rounded floats.
+  bool is_paired(RowType type) const { return type == kBF16Rows && cache_.format == kCacheBF16; }
+
+  // In pairs, queries are rounded before and weights after the softmax.
+  void check_position(int position, RowType type) const {
     const Heads& h = heads_;
     const int first = h.window ? std::max(0, position - h.window + 1) : 0;
-    std::vector<double> expected;
+    const float scale = 1.0f / std::sqrt((float)h.dim);
+    std::vector<double> expected, tolerance;
     for (int head = 0; head < h.num_heads; head++) {
       const int kv_head = head / (h.num_heads / h.num_kv_heads);
       double total = h.has_sinks ? std::exp((double)sinks_[head]) : 0.0;
-      std::vector<double> sums(h.dim_v);
+      std::vector<double> sums(h.dim_v), magnitudes(h.dim_v);
       for (int key = first; key <= position; key++) {
         double score = 0;
-        for (int d = 0; d < h.dim; d++) score += table_[(size_t)position * h.width() + head * h.dim + d] * cache_.k_at(slot(key), kv_head, d);
-        score /= std::sqrt((double)h.dim);
+        for (int d = 0; d < h.dim; d++) {
+          const float query = table_[(size_t)position * h.width() + head * h.dim + d] * scale;
+          score += (type == kFloats ? query : as_bf16(query)) * cache_.k_at(slot(key), kv_head, d);
+        }
         if (h.soft_cap != 0) score = std::tanh(score / h.soft_cap) * h.soft_cap;
         total += std::exp(score);
-        for (int d = 0; d < h.dim_v; d++) sums[d] += std::exp(score) * cache_.v_at(slot(key), kv_head, d);
+        for (int d = 0; d < h.dim_v; d++) {
+          const double term = std::exp(score) * cache_.v_at(slot(key), kv_head, d);
+          sums[d] += term, magnitudes[d] += std::fabs(term);
+        }
       }
-      for (double sum : sums) expected.push_back(sum / total);
+      for (int d = 0; d < h.dim_v; d++) {
+        expected.push_back(sums[d] / total);
+        // A score of at most 10 is off by about 64 roundings of it, a weight by as much, and values are below 6. In bfloat16,
+        // each weight and the result are rounded to 8 digits.
+        const double of_pairs = 0x1p-9 * (magnitudes[d] / total + std::fabs(expected.back()));
+        tolerance.push_back(2e-5 + (type == kFloats ? 0.0 : of_pairs));
+      }
     }
-    // A score of at most 10 is off by about 64 roundings of it, a weight by as much, and values are below 6.
-    check_close(known_.at(position).data(), expected, std::vector<double>(expected.size(), 2e-5));
+    check_close(known_[type].at(position).data(), expected, tolerance);
   }
 
  private:
@@ -192,19 +209,21 @@ class Sequence {
   PagedCache cache_;
   const Weights embedding_;
   Floats qkv_;
-  std::map<int, Floats> known_;
+  std::map<int, Floats> known_[2];  // by RowType
 };
 
 void test_attention(const Heads& heads, int format) {
   Sequence sequence(heads, format, 1100);
-  sequence.attend({{1100, 40}, {700, 1}, {65, 65}, {64, 1}, {63, 63}, {1, 1}});
-  for (int context : {1, 63, 64, 65, 700, 1100}) {
-    sequence.check_position(context - 1);
-    sequence.attend({{context, 1}});
+  for (RowType type : {kFloats, kBF16Rows}) {
+    sequence.attend({{1100, 40}, {700, 1}, {65, 65}, {64, 1}, {63, 63}, {1, 1}}, type);
+    if (type != kFloats && !sequence.is_paired(type)) break;
+    for (int context : {1, 63, 64, 65, 700, 1100}) {
+      sequence.check_position(context - 1, type);
+      sequence.attend({{context, 1}}, type);
+    }
+    sequence.attend({{1099, 7}, {1080, 3}, {64, 2}}, type);
+    if (heads.dim < 32) sequence.attend({{1000, hb_slice_rows() + 13}, {65, 2}}, type);  // more than go through at a time
   }
-  sequence.attend({{1099, 7}, {1080, 3}, {64, 2}});
-  if (heads.dim < 32) sequence.attend({{1000, hb_slice_rows() + 13}, {65, 2}});  // more than go through at a time
-  sequence.attend({{1100, 40}, {65, 1}}, kBF16Rows);
 }
 
 }  // namespace
