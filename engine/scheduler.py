@@ -38,11 +38,18 @@ class _Step:
     """A step while it is put together. `has_victims`: a request was preempted in it, so that none is admitted."""
 
     budget: int
+    prompt_budget: int
     new_rows: list[NewRow] = field(default_factory=list)
     grown_rows: dict[str, GrownRow] = field(default_factory=dict)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_ids: list[str] = field(default_factory=list)
     has_victims: bool = False
+
+    def spend(self, num_tokens: int, num_open_tokens: int) -> None:
+        """Take a request's tokens off the budgets; one that has more than one token open is at its prompt."""
+        self.budget -= num_tokens
+        if num_open_tokens > 1:
+            self.prompt_budget -= num_tokens
 
 
 class Scheduler:
@@ -117,7 +124,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. Costs O(running requests), whatever their lengths."""
-        step = _Step(self.config.max_num_batched_tokens, preempted_ids=self._preempted_ids)
+        step = _Step(self.config.max_num_batched_tokens, self._prompt_budget(), preempted_ids=self._preempted_ids)
         while self._isolated and self._isolated[0].status is RequestStatus.FINISHED:
             self._isolated.popleft()
         if self._isolated:
@@ -184,6 +191,13 @@ class Scheduler:
             f" --max-num-batched-tokens is {self.config.max_num_batched_tokens}"
         )
 
+    def _prompt_budget(self) -> int:
+        """How many prompt tokens the step may take: fewer when a request waits for its next token, where that is configured."""
+        limit = self.config.max_num_mixed_tokens
+        if limit and any(len(request.token_ids) - request.num_computed_tokens == 1 for request in self.running):
+            return limit
+        return self.config.max_num_batched_tokens
+
     def _schedule_running(self, step: _Step) -> None:
         for request in tuple(self.running):
             if step.budget == 0:
@@ -211,17 +225,22 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         if threshold and self.config.enable_chunked_prefill and len(self._requests) > 1:
             num_open_tokens = min(num_open_tokens, threshold)
+        if num_open_tokens > 1:
+            num_open_tokens = min(num_open_tokens, step.prompt_budget)
         return min(num_open_tokens, step.budget)
 
     def _grow(self, step: _Step, request: Request) -> None:
         """Schedule a running request, at the cost of those of the highest rank, which may be itself."""
-        num_tokens = self._num_tokens(step, len(request.token_ids) - request.num_computed_tokens)
+        num_open_tokens = len(request.token_ids) - request.num_computed_tokens
+        num_tokens = self._num_tokens(step, num_open_tokens)
+        if num_tokens == 0:
+            return
         while (blocks := self.manager.allocate(request, num_tokens)) is None:
             victim = max(self.running, key=_rank)
             self._preempt(step, victim)
             if victim is request:
                 return
-        step.budget -= num_tokens
+        step.spend(num_tokens, num_open_tokens)
         step.num_scheduled_tokens[request.request_id] = num_tokens
         step.grown_rows[request.request_id] = GrownRow(request.request_id, request.num_computed_tokens, blocks)
 
@@ -232,6 +251,8 @@ class Scheduler:
         if not self.config.enable_chunked_prefill and num_open_tokens > step.budget:
             return False
         num_tokens = self._num_tokens(step, num_open_tokens)
+        if num_tokens == 0:
+            return False
         blocks = self.manager.allocate(request, num_tokens, match)
         if blocks is None:
             return False
@@ -245,7 +266,7 @@ class Scheduler:
             if self.manager.enable_prefix_caching and not request.skip_prefix_cache:
                 self._stats.prefix_cache_queries_tokens += len(request.token_ids)
                 self._stats.prefix_cache_hits_tokens += match.num_tokens
-        step.budget -= num_tokens
+        step.spend(num_tokens, num_open_tokens)
         step.num_scheduled_tokens[request.request_id] = num_tokens
         step.new_rows.append(
             NewRow(

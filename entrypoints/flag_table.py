@@ -160,6 +160,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _batch("max-num-queued-reqs", "waiting requests beyond which new ones get 503 (default: no limit)", kind="size"),
     _batch("max-num-queued-tokens", "waiting prompt tokens beyond which new requests get 503 (default: no limit)", kind="size"),
     _batch("long-prefill-token-threshold", "most prompt tokens of one request in a step (default: 0, no limit)", kind="size"),
+    _batch(
+        "max-num-mixed-tokens",
+        "most prompt tokens in a step that also decodes; 0: no limit (default: 0; 32 on a CPU)",
+        kind="size",
+    ),
     _batch("enable-chunked-prefill", "split long prompts over steps (default: on)", kind="switch"),
     _batch("scheduling-policy", "order of waiting requests", choices=lambda: SCHEDULING_POLICIES),
     _batch("max-logprobs", "most logprobs per token that a request may ask; -1: all (default: 20)", kind="integer"),

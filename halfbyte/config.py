@@ -44,6 +44,7 @@ class EngineOptions:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
+    max_num_mixed_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
     scheduling_policy: str = "fcfs"
     max_logprobs: int | None = None
@@ -86,7 +87,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The token budget and its limits. Counts are per step."""
+    """The token budget and its limits. Counts are per step. max_num_mixed_tokens: of prompts, beside decodes; 0: no limit."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -97,6 +98,7 @@ class SchedulerConfig:
     policy: SchedulingPolicy
     max_logprobs: int
     logprobs_mode: LogprobsMode
+    max_num_mixed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A step of 2048 prompt tokens takes a CPU long enough to hold up every stream; fewer cost no throughput there.
 DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
+# Prompt tokens beside decodes: about what a CPU computes in the time in which it reads the weights once more.
+DEFAULT_MAX_NUM_MIXED_TOKENS_CPU = 32
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_SEQS_CPU = 64
 DEFAULT_MAX_LOGPROBS = 20
@@ -230,11 +232,21 @@ def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Pla
         long_prefill_token_threshold=pick(
             "long_prefill_token_threshold", _count(options, "long_prefill_token_threshold", 0, _MAX_COUNT), 0
         ),
+        max_num_mixed_tokens=_mixed_tokens(options, chunked, platform, pick),
         enable_chunked_prefill=chunked,
         policy=pick("policy", _given_choice(options, "scheduling_policy", SCHEDULING_POLICIES), SCHEDULING_POLICIES[0]),
         max_logprobs=pick("max_logprobs", _count(options, "max_logprobs", -1, _MAX_COUNT), DEFAULT_MAX_LOGPROBS),
         logprobs_mode=pick("logprobs_mode", _given_choice(options, "logprobs_mode", LOGPROBS_MODES), LOGPROBS_MODES[0]),
     )
+
+
+def _mixed_tokens(options: EngineOptions, chunked: bool, platform: Platform, pick: _Picker) -> int:
+    given = _count(options, "max_num_mixed_tokens", 0, _MAX_COUNT)
+    if given and not chunked:
+        raise UserError("--max-num-mixed-tokens cuts prompts into chunks; leave chunked prefill on", param="max_num_mixed_tokens")
+    limits = platform.device == "cpu" and chunked
+    default = DEFAULT_MAX_NUM_MIXED_TOKENS_CPU if limits else 0
+    return int(pick("max_num_mixed_tokens", given, default, "platform" if limits else "default"))
 
 
 def _token_budget(options: EngineOptions, max_model_len: int, chunked: bool, platform: Platform, pick: _Picker) -> int:

@@ -125,6 +125,18 @@ def test_prompts_are_chunked_and_mixed_with_decodes(engine: Callable[..., Engine
     assert len(one.tokens("a")) == 6 and len(one.tokens("b")) == 2
 
 
+def test_prompts_are_cut_short_only_beside_decodes(engine: Callable[..., Engine]) -> None:
+    one = engine(max_num_batched_tokens=32, max_num_mixed_tokens=6)
+    one.add("a", 20, max_tokens=3)
+    assert one.step().num_scheduled_tokens == {"a": 20}, "nobody waits for a next token"
+    one.add("b", 10)
+    one.add("c", 3)
+    assert one.step().num_scheduled_tokens == {"a": 1, "b": 6}
+    assert one.step().num_scheduled_tokens == {"a": 1, "b": 4, "c": 2}
+    assert one.step().num_scheduled_tokens == {"b": 1, "c": 1}
+    one.run()
+
+
 def test_the_long_prefill_threshold_leaves_room_for_others(engine: Callable[..., Engine]) -> None:
     one = engine(max_num_batched_tokens=16, long_prefill_token_threshold=6)
     one.add("long", 40)

@@ -156,9 +156,12 @@ static void best(const Op& op, const Slice& slice, int64_t item, uint8_t* scratc
       V greatest = load(scores);
       for (int i = kLanes; i < wide; i += kLanes) greatest = maximum(greatest, load(scores + i));
       const float most = maximum(greatest);
-      int32_t at = 0;
-      while (at < width - 1 && scores[at] != most) at++;
-      at += column;
+      int32_t at = column;
+      for (int i = 0, lane; i < wide; i += kLanes, at += kLanes)
+        if ((lane = first_lane(load(scores + i), most)) < kLanes) {
+          at += lane;
+          break;
+        }
       to[0] = most + sum(nan);
       memcpy(to + 1, &at, 4);
     }

@@ -194,6 +194,21 @@ HB_INLINE bool any_above(V a, V b) {
 #endif
 }
 
+// The first lane that holds `number`, or kLanes.
+HB_INLINE int first_lane(V value, float number) {
+#if defined(__AVX512F__)
+  const uint32_t found = _mm512_cmp_ps_mask((__m512)value, _mm512_set1_ps(number), _CMP_EQ_OQ);
+  return found ? __builtin_ctz(found) : kLanes;
+#elif defined(__AVX2__)
+  const int found = _mm256_movemask_ps(_mm256_cmp_ps((__m256)value, _mm256_set1_ps(number), _CMP_EQ_OQ));
+  return found ? __builtin_ctz(found) : kLanes;
+#else
+  int lane = 0;
+  while (lane < kLanes && value[lane] != number) lane++;
+  return lane;
+#endif
+}
+
 // e^x within 2 ulp for x <= 88; 0 below -87 (where float32 ends), so that a masked score counts nothing. Polynomial of Cephes' expf.
 HB_INLINE V exponential(V x) {
   const V magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
