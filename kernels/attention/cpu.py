@@ -44,6 +44,8 @@ class CpuBackend:
             return Refusal(f"the cpu attention back end does not run on {platform.device}", "leave --attention-backend out")
         if spec.num_heads % spec.num_kv_heads:
             return Refusal(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} kv heads evenly", "")
+        if spec.sinks:
+            return Refusal("attention sinks have no way into the cpu attention back end yet", "use a model without them")
         use_reference = "use --attention-backend reference"
         if kv_spec.format not in self.reads:
             return Refusal(f"the cpu attention back end does not read {kv_spec.format} KV", use_reference)
