@@ -21,8 +21,8 @@ from tokenizers.models import BPE
 
 from halfbyte.engine.tokenizer import SPM_SPACE, Tokenizer
 from halfbyte.errors import HalfbyteError, ModelFileError, Refusal, UnsupportedError
-from halfbyte.model_runner.catalogue import cache_folder
 from halfbyte.model_runner.gguf import GGUFFile
+from halfbyte.platform import cache_folder
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 

@@ -30,7 +30,7 @@ ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"neon": (), "portable": ("-DHB_PORTABLE",)},
 }
-COMPILERS = ("g++", "c++", "clang++")
+COMPILERS = ("g++", "c++")
 
 
 class BuildError(Exception):

@@ -51,7 +51,7 @@ def _compiled() -> ctypes.CDLL:
     """The library of the cache folder, compiled now if it is not there whole. Processes that do so at once do not meet."""
     compiler = find_compiler()
     if compiler is None:
-        raise KernelsMissing("no C++ compiler is installed (g++ or clang++), and the package was built without one")
+        raise KernelsMissing("no C++ compiler is installed (g++ 12 or newer), and the package was built without one")
     builds = cache_folder() / "kernels"
     target = builds / fingerprint(compiler) / LIBRARY_NAME
     if _is_whole(target):
