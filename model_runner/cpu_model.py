@@ -1,7 +1,8 @@
 """A model run by the C++ kernels: the same calls as `layers.model.Model`, one call into the library per step.
 
 Weights are packed while they are loaded (`PackingLoader`); the layers record their program at the first step, when the cache is
-there. Weights keep the precision of the checkpoint, activations are float32. Knows models and packed weights; knows no requests.
+there. Weights keep the precision of the checkpoint; `product_type` says what they are multiplied with. Knows models and packed
+weights; knows no requests.
 
 Shape letters: T tokens, N rows that want logits, E hidden, V vocab, O outputs, L bytes of a row.
 """

@@ -186,7 +186,6 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hb_runs_here": (c_int, [c_char_p]),
     "hb_panel": (c_int, [c_char_p]),
     "hb_slice_rows": (c_int, []),
-    "hb_max_attention_rows": (c_int, []),
     "hb_engine_new": (c_void_p, [c_char_p, c_int]),
     "hb_engine_free": (None, [c_void_p]),
     "hb_panel_bytes": (c_int64, [c_void_p, c_int, c_int]),

@@ -120,6 +120,7 @@ class CpuEngine:
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         self.library = load()
         self.isa = isa or instruction_sets()[0]
+        assert self.isa in instruction_sets(), f"{self.isa} is not one that runs here"
         self.num_threads = num_threads
         self.panel: int = self.library.hb_panel(self.isa.encode())
         self.slice_rows: int = self.library.hb_slice_rows()

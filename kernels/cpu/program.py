@@ -1,7 +1,8 @@
 """A model's forward pass as a program for the C++ kernels: recorded once by its layers, then run with one call per step.
 
 The layers name buffers and add operations; nothing is computed until `run`. What an operation points to (weights, norms, caches)
-is kept alive here. Activations are float32, a few hundred rows at a time: longer steps go through in slices, with the same bits.
+is kept alive here. Activations are float32, or bfloat16 where products read such; a few hundred rows go through at a time, longer
+steps in slices, with the same bits.
 Knows packed weights and caches; knows nothing of model families.
 
 Shape letters: T tokens, E columns, D head dim.
@@ -43,7 +44,8 @@ class RotaryInput:
 class Program:
     """Operations in order. product_type: what the inputs of products are, which depends on the kind of all its matrices.
 
-    Buffers are numbers from `buffer`; INPUT and OUTPUT are the tensors that `run` takes and returns."""
+    Buffers are numbers from `buffer`; INPUT and OUTPUT are the tensors that `run` takes and returns.
+    """
 
     def __init__(self, engine: CpuEngine, product_type: RowType = RowType.FLOATS) -> None:
         self._engine = engine
@@ -59,11 +61,6 @@ class Program:
         """The buffer called `name`, of at least `width` columns; the layers of a model share theirs."""
         self._widths[name] = max(width, self._widths.get(name, 0))
         return list(self._widths).index(name)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the buffers."""
-        return sum((width + _ROW_GAP) * 4 * self._engine.slice_rows for width in self._widths.values())
 
     def embed(self, matrix: PackedMatrix, out: int, scale: float) -> None:
         """out = scale * the token's row of `matrix`."""

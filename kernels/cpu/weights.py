@@ -1,6 +1,6 @@
 """Weight matrices as the C++ kernels read them: cut into panels, at the precision of the file.
 
-`pack` takes dense tensors and rows of GGUF blocks. Knows storage, nothing of models. Called while a model is loaded.
+`pack_dense` takes tensors, `pack_rows` rows of GGUF blocks. Knows storage, nothing of models. Called while a model is loaded.
 
 Shape letters: O outputs, E inputs, L bytes of a row.
 """
@@ -37,8 +37,8 @@ class PackedMatrix:
 
 
 class WeightMemory:
-    """Memory for packed weights, in large pieces of huge pages: reading all weights in each step would otherwise miss the
-    TLB once per 4 KiB, which costs half of the bandwidth."""
+    """Memory for packed weights, in large pieces of huge pages: every step reads all weights, and would otherwise miss
+    the TLB once per 4 KiB."""
 
     def __init__(self, piece_bytes: int = 64 << 20) -> None:
         self._piece_bytes = piece_bytes

@@ -6,9 +6,9 @@ module is a `StackedWeight` and says which rows belong to which name. Knows no f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +53,6 @@ class StackedWeight(MatrixModule):
     def __init__(self, shards: Mapping[str, int]) -> None:
         super().__init__()
         self.shards = dict(shards)
-
-
-class Rows(Protocol):
-    """A checkpoint tensor whose numbers are still packed."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +115,10 @@ def copy_rows(target: WeightTarget, tensor: Tensor) -> None:
 def load_weights(
     model: nn.Module, tensors: Iterable[tuple[str, Any]], put: Callable[[WeightTarget, Any], None] = copy_rows
 ) -> LoadReport:
-    """Hands every checkpoint tensor and its place to `put`. Raises nothing: see the report. tensors: (name, Tensor or Rows)."""
+    """Hands every checkpoint tensor and its place to `put`. Raises nothing: see the report.
+
+    tensors: (name, Tensor, or another thing with a shape that `put` knows).
+    """
     targets = weight_map(model)
     missing = dict.fromkeys(targets)
     report = LoadReport()

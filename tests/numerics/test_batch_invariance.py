@@ -67,6 +67,14 @@ def alone(options: dict[str, Any]) -> Iterator[list[Answer]]:
         yield in_batches(llm, 1)
 
 
+def test_packed_blocks_give_the_bits_of_unpacked_ones() -> None:
+    found = []
+    for quantization in ("auto", "none"):
+        with open_llm({"dtype": "float32", "quantization": quantization}, enable_prefix_caching=False) as llm:
+            found.append(in_batches(llm, 8))
+    assert found[0] == found[1]
+
+
 def test_batches_of_2_8_and_32(options: dict[str, Any], alone: list[Answer]) -> None:
     with open_llm(options, enable_prefix_caching=False) as llm:
         for size in (2, 8, 32):

@@ -19,8 +19,6 @@ extern "C" const Kernels hb_kernels_portable;
 namespace {
 
 constexpr int kSliceRows = 512;         // tokens that go through a program at a time; bounds its buffers
-constexpr int kPartKeys = 512;          // as in attention.h
-constexpr int kMaxAttentionRows = 64;   // as `kMaxRows` of attention.h
 constexpr int kQueryRows = 48;          // rows of an item of prefill
 
 const Kernels* find(const char* name) {
@@ -72,7 +70,7 @@ struct Plan {
   std::vector<Work> work;
   int64_t num_partials = 0;
 
-  void make(const Attention& a, const Step& step, int first, int num_rows, int num_threads) {
+  void make(const Attention& a, const Step& step, int first, int num_rows) {
     const Group& group = step.groups[a.group];
     const int heads = a.num_heads / a.num_kv_heads, queries = std::max(1, kQueryRows / heads);
     for (int request = 0; request < step.num_requests; request++) {
@@ -108,13 +106,13 @@ struct Plans {
   std::vector<const Work*> work;
   std::vector<int32_t> num_work;
 
-  Plans(const Op* ops, int num_ops, const Step& step, int first, int num_rows, int num_threads)
+  Plans(const Op* ops, int num_ops, const Step& step, int first, int num_rows)
       : plans(step.num_groups), work(step.num_groups), num_work(step.num_groups) {
     std::vector<bool> is_made(step.num_groups, false);
     for (int i = 0; i < num_ops; i++) {
       if (ops[i].code != kAttend || is_made[ops[i].attention->group]) continue;
       const int group = ops[i].attention->group;
-      plans[group].make(*ops[i].attention, step, first, num_rows, num_threads);
+      plans[group].make(*ops[i].attention, step, first, num_rows);
       is_made[group] = true;
       work[group] = plans[group].work.data();
       num_work[group] = (int32_t)plans[group].work.size();
@@ -256,7 +254,6 @@ HB_EXPORT void hb_struct_sizes(int64_t* sizes) {
 HB_EXPORT int hb_runs_here(const char* isa) { return runs_here(isa); }
 HB_EXPORT int hb_panel(const char* isa) { return find(isa)->panel; }
 HB_EXPORT int hb_slice_rows() { return kSliceRows; }
-HB_EXPORT int hb_max_attention_rows() { return kMaxAttentionRows; }
 
 HB_EXPORT Engine* hb_engine_new(const char* isa, int num_threads) { return new Engine(find(isa), num_threads); }
 HB_EXPORT void hb_engine_free(Engine* engine) { delete engine; }
@@ -278,7 +275,7 @@ HB_EXPORT void hb_run(Engine* engine, const Op* ops, int num_ops, const Buffer* 
   std::vector<Team::Phase> phases(num_ops);
   for (int first = 0; first < step->num_tokens; first += kSliceRows) {
     const int num_rows = std::min(kSliceRows, step->num_tokens - first);
-    Plans plans(ops, num_ops, *step, first, num_rows, engine->team.num_threads());
+    Plans plans(ops, num_ops, *step, first, num_rows);
     int64_t stride, floats = partials_of(plans, ops, num_ops, stride);
     if ((int64_t)engine->partials.size() < floats) engine->partials.resize(floats);
     Call call{engine->kernels, ops,

@@ -12,9 +12,8 @@
 namespace HB_ISA {
 
 constexpr int kKeys = 64;          // keys of a tile
-constexpr int kPartKeys = 512;     // keys of a part; as `kPartKeys` of team.cpp
-constexpr int kMaxRows = 64;       // queries times heads per kv head, as `kMaxAttentionRows` of team.cpp
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxRows = 64;       // queries times heads per kv head; as MAX_HEADS_PER_KV_HEAD of abi.py
+constexpr int kMaxHeadDim = 512;   // as MAX_HEAD_DIM of abi.py
 static_assert(kKeys % kPanel == 0 && kPartKeys % kKeys == 0, "tiles must fill panels, parts must hold whole tiles");
 
 HB_INLINE int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }

@@ -38,7 +38,7 @@ static constexpr int64_t kScratchBytes =
 }  // namespace HB_ISA
 
 extern "C" const Kernels HB_TABLE(HB_ISA) = {
-    HB_TEXT(HB_ISA),     HB_ISA::kLanes,     HB_ISA::kPanel,      HB_ISA::kScratchBytes, HB_ISA::num_items,
+    HB_TEXT(HB_ISA),     HB_ISA::kPanel,      HB_ISA::kScratchBytes, HB_ISA::num_items,
     HB_ISA::run_item,    HB_ISA::panel_bytes, HB_ISA::pack_panel, HB_ISA::quantize_q8_0,
     HB_ISA::best,        HB_ISA::noisy_best,  HB_ISA::gumbel_noise, HB_ISA::ordered_top, HB_ISA::log_normaliser,
     HB_ISA::rank,        HB_ISA::multiply_adds,

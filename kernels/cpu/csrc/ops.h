@@ -19,7 +19,7 @@ static void embed(const Op& op, const Slice& slice, int64_t row, uint8_t* scratc
   float *out = row_of(slice, op.out, (int)row), *piece = (float*)scratch;
   if (w.kind == kF32 || w.kind == kBF16 || w.kind == kF16 || w.kind == kBF16Pairs) {  // one number of each input: no need to decode its neighbours
     for (int k = 0; k < w.num_inputs; k++) {
-      int64_t at = w.kind == kBF16Pairs ? ((int64_t)(k / 2) * kPanel + column) * 2 + k % 2 : (int64_t)k * kPanel + column;
+      const int64_t at = dense_place(w.kind, k, column);
       uint32_t wide = w.kind == kBF16 || w.kind == kBF16Pairs ? (uint32_t)((const uint16_t*)panel)[at] << 16 : 0;
       float value = w.kind == kF32   ? ((const float*)panel)[at]
                     : w.kind == kF16 ? from_f16_bits(((const uint16_t*)panel)[at])

@@ -126,8 +126,7 @@ static void pack_panel(int32_t kind, const uint8_t* rows, int64_t row_bytes, int
     const uint8_t* at = rows + column * row_bytes;
     if (file.inputs == 1) {
       for (int k = 0; k < num_inputs; k++) {
-        int64_t place = kind == kBF16Pairs ? ((int64_t)(k / 2) * kPanel + column) * 2 + k % 2 : (int64_t)k * kPanel + column;
-        memcpy(panel + place * file.bytes, at + (int64_t)k * file.bytes, file.bytes);
+        memcpy(panel + dense_place(kind, k, column) * file.bytes, at + (int64_t)k * file.bytes, file.bytes);
       }
       continue;
     }

@@ -50,6 +50,7 @@ struct Op {
 };
 
 constexpr int32_t kOutput = -1, kInput = -2;
+constexpr int kPartKeys = 512;  // keys of a part of a context, whose borders are absolute positions
 
 struct Buffer {
   float* data;
@@ -127,7 +128,7 @@ static inline int64_t top_workspace_bytes(int32_t width) { return (int64_t)sizeo
 // What one instruction set offers.
 struct Kernels {
   const char* name;
-  int32_t lanes, panel;
+  int32_t panel;
   int64_t scratch_bytes;
   int64_t (*num_items)(const Op&, const Slice&);
   void (*run_item)(const Op&, const Slice&, int64_t item, uint8_t* scratch);

@@ -3,9 +3,10 @@
 // The outputs of a matrix are cut into panels of kPanel; a panel holds, input after input, the weights of its outputs side by
 // side. Quantised panels are cut along the inputs into groups that share a scale. Each format opens a group (its scales, as
 // vectors) and decodes one vector of weights at input `start + step` of it (start a multiple of 8, step below 8): in a kernel,
-// or ahead of it into float32. What comes out are
-// the very numbers that the law's dequantiser makes: products of a scale and a small integer are exact in float32.
+// or ahead of it into float32. What comes out are the very numbers that the law's dequantiser makes: products of a scale and a
+// small integer are exact in float32.
 #pragma once
+#include "program.h"
 #include "simd.h"
 
 namespace HB_ISA {
@@ -16,35 +17,26 @@ struct InFloats {
   HB_INLINE V accumulate(V weight, V value, V acc) { return fma(weight, value, acc); }
 };
 
-struct F32 : InFloats {
-  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * 4, kInputBytes = kPanel * 4;
+// Plain numbers, of one of the first three kinds.
+template <int KIND> struct Dense : InFloats {
+  static constexpr int kBytes = KIND == kF32 ? 4 : 2;
+  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * kBytes;
   static constexpr bool kIsDense = true;
   struct Group { const uint8_t* data; };
   HB_INLINE Group open(const uint8_t* panel, int group) { return {panel + (int64_t)group * kGroupBytes}; }
   HB_INLINE V decode(const Group& group, int start, int step, int v) {
-    return load((const float*)group.data + (start + step) * kPanel + v * kLanes);
+    const uint8_t* at = group.data + ((start + step) * kPanel + v * kLanes) * kBytes;
+    return KIND == kF32 ? load((const float*)at) : KIND == kBF16 ? from_bf16(at) : from_f16(at);
   }
 };
+using F32 = Dense<kF32>;
+using BF16 = Dense<kBF16>;
+using F16 = Dense<kF16>;
 
-struct BF16 : InFloats {
-  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * 2, kInputBytes = kPanel * 2;
-  static constexpr bool kIsDense = true;
-  struct Group { const uint8_t* data; };
-  HB_INLINE Group open(const uint8_t* panel, int group) { return {panel + (int64_t)group * kGroupBytes}; }
-  HB_INLINE V decode(const Group& group, int start, int step, int v) {
-    return from_bf16(group.data + ((start + step) * kPanel + v * kLanes) * 2);
-  }
-};
-
-struct F16 : InFloats {
-  static constexpr int kGroup = 8, kGroupBytes = kGroup * kPanel * 2, kInputBytes = kPanel * 2;
-  static constexpr bool kIsDense = true;
-  struct Group { const uint8_t* data; };
-  HB_INLINE Group open(const uint8_t* panel, int group) { return {panel + (int64_t)group * kGroupBytes}; }
-  HB_INLINE V decode(const Group& group, int start, int step, int v) {
-    return from_f16(group.data + ((start + step) * kPanel + v * kLanes) * 2);
-  }
-};
+// Where the number of one input and column lies in a panel of plain numbers.
+HB_INLINE int64_t dense_place(int kind, int64_t input, int column) {
+  return kind == kBF16Pairs ? (input / 2 * kPanel + column) * 2 + input % 2 : input * kPanel + column;
+}
 
 // bfloat16 weights against activations rounded to bfloat16, two inputs to a word, for machines that multiply such pairs.
 struct BF16Pairs : F32 {
