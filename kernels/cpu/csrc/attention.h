@@ -126,10 +126,10 @@ HB_INLINE void multiply_panels(
   for (int p = 0; p < num_panels;) {
     const uint8_t* at = (const uint8_t*)(panels + p * panel_floats);
     if (M <= kPairRows && p + 2 <= num_panels) {
-      tile_of<Product, kPairRows, 2>(M, at, panel_floats * 4, K, x, ldx, y + p * kPanel, ldy, resumes);
+      tile_of<Product, kPairRows, 2>(M, at, panel_floats * 4, {at, 0}, K, x, ldx, y + p * kPanel, ldy, resumes);
       p += 2;
     } else {
-      multiply_dense<Product>(at, K, M, x, ldx, y + p * kPanel, ldy, resumes);
+      multiply_dense<Product>(at, 0, K, M, x, ldx, y + p * kPanel, ldy, resumes);
       p += 1;
     }
   }

@@ -15,12 +15,18 @@ constexpr int kPairRows = kRows / 4;  // up to so many rows, two panels share a 
 constexpr int kBlockRows = 96;         // rows of an item's scratch; a multiple of every kRows
 
 constexpr int kLineBytes = 64;
-constexpr int kAheadBytes = 4096;  // how far ahead of its use a weight is asked for, past the end of the panel into the next
+constexpr int kAheadBytes = 8192;  // memory that a thread has asked for and not used yet
+
+// Memory that a tile asks for while it computes, `bytes` of it with each group of inputs: the weights that come after.
+struct Ahead {
+  const uint8_t* at;
+  int bytes;
+};
 
 // ROWS rows of K words against PANELS neighbouring panels. y continues the chains when `resumes`, else they start at zero.
 template <class F, int ROWS, int PANELS>
 static __attribute__((noinline)) void tile(
-    const uint8_t* panel, int64_t panel_bytes, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+    const uint8_t* panel, int64_t panel_bytes, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
   V acc[ROWS][PANELS][kVectors];
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++)
@@ -52,9 +58,10 @@ static __attribute__((noinline)) void tile(
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++) {
       group[p] = F::open(panel + p * panel_bytes, g);
-#pragma GCC unroll 16
-      for (int at = 0; at < F::kGroupBytes; at += kLineBytes) __builtin_prefetch(group[p].data + kAheadBytes + at);
+      // Weights are read once a step: they are not to drive everything else out of the caches.
+      for (int at = 0; at < ahead.bytes; at += kLineBytes) __builtin_prefetch(ahead.at + p * panel_bytes + at, 0, 0);
     }
+    ahead.at += ahead.bytes;
     for (int start = 0; start < F::kGroup; start += 8) {
 #pragma GCC unroll 8
       for (int step = 0; step < 8; step++) input(start, step);
@@ -77,20 +84,24 @@ static __attribute__((noinline)) void tile(
 // `rows` <= ROWS rows: the tile of exactly that many.
 template <class F, int ROWS, int PANELS>
 HB_INLINE void tile_of(
-    int rows, const uint8_t* panel, int64_t panel_bytes, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+    int rows, const uint8_t* panel, int64_t panel_bytes, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) tile<F, ROWS, PANELS>(panel, panel_bytes, K, x, ldx, y, ldy, resumes);
-    else tile_of<F, ROWS - 1, PANELS>(rows, panel, panel_bytes, K, x, ldx, y, ldy, resumes);
+    if (rows == ROWS) tile<F, ROWS, PANELS>(panel, panel_bytes, ahead, K, x, ldx, y, ldy, resumes);
+    else tile_of<F, ROWS - 1, PANELS>(rows, panel, panel_bytes, ahead, K, x, ldx, y, ldy, resumes);
   }
 }
 
-// Any number of rows against one dense panel, in tiles as equal as can be.
+// Any number of rows against one dense panel, in tiles as equal as can be. One tile streams the panel past it; of several, all but
+// the first find it in a cache, and each asks for its share of the next panel (of `next_bytes`; 0: there is none to wait for).
 template <class F>
-static void multiply_dense(const uint8_t* panel, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
-  int num_tiles = (M + kRows - 1) / kRows;
+static void multiply_dense(
+    const uint8_t* panel, int64_t next_bytes, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+  const int num_tiles = (M + kRows - 1) / kRows;
+  const uint8_t* next = panel + (num_tiles == 1 ? kAheadBytes : next_bytes);
+  const int64_t share = next_bytes / num_tiles, bytes = share * F::kGroup / K;
   for (int t = 0, row = 0; t < num_tiles; t++) {
     int rows = (M - row + num_tiles - t - 1) / (num_tiles - t);
-    tile_of<F, kRows, 1>(rows, panel, 0, K, x + row * ldx, ldx, y + row * ldy, ldy, resumes);
+    tile_of<F, kRows, 1>(rows, panel, 0, {next + t * share, (int)bytes}, K, x + row * ldx, ldx, y + row * ldy, ldy, resumes);
     row += rows;
   }
 }
@@ -110,11 +121,11 @@ template <class F> HB_INLINE void decode_piece(const uint8_t* panel, int first_g
 template <class F>
 static void multiply_packed(
     const uint8_t* panel, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, float* piece) {
-  if (M <= kDirectRows) return tile_of<F, kDirectRows, 1>(M, panel, 0, K, x, ldx, y, ldy, false);
+  if (M <= kDirectRows) return tile_of<F, kDirectRows, 1>(M, panel, 0, {panel + kAheadBytes, F::kGroupBytes}, K, x, ldx, y, ldy, false);
   for (int k = 0; k < K; k += kPieceInputs) {
     int inputs = K - k < kPieceInputs ? K - k : kPieceInputs;
     decode_piece<F>(panel, k / F::kGroup, inputs / F::kGroup, piece);
-    multiply_dense<F32>((const uint8_t*)piece, inputs, M, x + k, ldx, y, ldy, k > 0);
+    multiply_dense<F32>((const uint8_t*)piece, 0, inputs, M, x + k, ldx, y, ldy, k > 0);
   }
 }
 
@@ -124,8 +135,8 @@ static void multiply_as(
     const Matrix& w, int panel, int num_panels, int M, const float* x, int64_t ldx, float* y, int64_t ldy, float* piece) {
   const uint8_t* at = (const uint8_t*)w.data + panel * w.panel_bytes;
   const int K = w.num_inputs / F::kInputsPerWord;
-  if (num_panels == 2) return tile_of<F, kPairRows, 2>(M, at, w.panel_bytes, K, x, ldx, y, ldy, false);
-  if constexpr (F::kIsDense) multiply_dense<F>(at, K, M, x, ldx, y, ldy, false);
+  if (num_panels == 2) return tile_of<F, kPairRows, 2>(M, at, w.panel_bytes, {at + kAheadBytes / 2, F::kGroupBytes}, K, x, ldx, y, ldy, false);
+  if constexpr (F::kIsDense) multiply_dense<F>(at, w.panel_bytes, K, M, x, ldx, y, ldy, false);
   else multiply_packed<F>(at, K, M, x, ldx, y, ldy, piece);
 }
 
