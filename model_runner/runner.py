@@ -8,6 +8,8 @@ Shape letters: T tokens of the step, R requests of the batch, N positions that w
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -290,8 +292,8 @@ def _listed(params: SamplingParams) -> Listed:
 
 
 def kv_specs(model: Model | CpuModel, config: EngineConfig) -> list[KVCacheSpec]:
-    """What each layer keeps in the cache."""
-    return [
+    """What each layer keeps in the cache, as the model's attention back end arranges it."""
+    specs = [
         KVCacheSpec(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -302,6 +304,7 @@ def kv_specs(model: Model | CpuModel, config: EngineConfig) -> list[KVCacheSpec]
         )
         for spec in model.attention_specs()
     ]
+    return [replace(spec, format=model.backend.arrange(spec)) for spec in specs]
 
 
 def _page_bytes(spec: KVCacheSpec) -> int:

@@ -19,7 +19,7 @@ from halfbyte.entrypoints.bench.shared_flags import OUTPUT_JSON, count_flag, ran
 from halfbyte.entrypoints.flag_table import LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.cpu.abi import CACHE_FORMATS, MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, WeightKind
+from halfbyte.kernels.cpu.abi import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, WeightKind
 from halfbyte.platform import detect_platform
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ KERNEL_NAMES = ("linear", "embedding", "norm", "decode", "prefill")
 # bfloat16 weights against bfloat16 activations, on machines that multiply pairs of them
 PAIRS = WeightKind.BF16_PAIRS.name.lower()
 WEIGHTS = tuple(kind.name.lower() for kind in WeightKind)
+DENSE_FORMATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ FLAGS = (
     Flag(name="rows", help=f"tokens of a step (default: {' '.join(map(str, _DEFAULT.rows))})", kind="texts"),
     Flag(name="shape", help=f"matrices, OUTPUTSxINPUTS (default: {_spelled(_DEFAULT.shapes)})", kind="texts", field="shapes"),
     Flag(name="heads", help=f"QUERY_HEADSxKV_HEADSxHEAD_DIM of attention (default: {_spelled([_DEFAULT.heads])})"),
-    Flag(name="kv-cache-dtype", help=f"of attention (default: {_DEFAULT.kv_cache_dtype})", choices=lambda: tuple(CACHE_FORMATS)),
+    Flag(name="kv-cache-dtype", help=f"of attention (default: {_DEFAULT.kv_cache_dtype})", choices=lambda: DENSE_FORMATS),
     Flag(name="decode", help=f"attention, BATCHxCONTEXT (default: {_spelled(_DEFAULT.decode)})", kind="texts"),
     Flag(name="prefill", help=f"attention, BATCHxPROMPT (default: {_spelled(_DEFAULT.prefill)})", kind="texts"),
     count_flag("num-iters", "measured runs of each kernel", _DEFAULT.num_iters),
@@ -370,12 +371,14 @@ def _caches(plan: Plan, batch_size: int, context: int) -> tuple[list[LayerCache]
     """Copies of a layer's cache that is full of random K and V, and the bytes of a token in it."""
     import torch
 
+    from halfbyte.kernels.attention.cpu import CpuBackend
     from halfbyte.kvcache.formats import get_format
     from halfbyte.kvcache.spec import KVCacheSpec
     from halfbyte.kvcache.tensors import view_layer
 
     _, num_kv_heads, head_dim = plan.heads
     spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, BLOCK_SIZE, None, plan.kv_cache_dtype)
+    spec = replace(spec, format=CpuBackend().arrange(spec))
     page_bytes = sum(plane.bytes for plane in get_format(spec.format).planes(spec))
     num_blocks = 1 + batch_size * -(-context // BLOCK_SIZE)
     pages = torch.empty(_num_copies(num_blocks * page_bytes), num_blocks, page_bytes, dtype=torch.uint8)

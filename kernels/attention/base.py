@@ -67,6 +67,10 @@ class AttentionBackend(Protocol):
     reads: frozenset[str]
     graph_support: str
 
+    def arrange(self, kv_spec: KVCacheSpec) -> str:
+        """How this back end wants the cache of such a layer arranged: `kv_spec.format` itself, or one of `ARRANGEMENTS`."""
+        ...
+
     def refuse(self, spec: AttentionSpec, kv_spec: KVCacheSpec, platform: Platform) -> Refusal | None:
         """Why this back end cannot run such a layer here; None when it can."""
         ...

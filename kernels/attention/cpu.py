@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.errors import Refusal
 from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
-from halfbyte.kernels.cpu.abi import CACHE_FORMATS, MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
+from halfbyte.kernels.cpu.abi import CACHE_FORMATS, MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, PAIR_BLOCK, PAIR_DIMS
 from halfbyte.kernels.cpu.library import CpuEngine
 from halfbyte.kernels.cpu.program import INPUT, NO_ROTATION, OUTPUT, Program
 from halfbyte.platform import granted_threads
@@ -38,6 +38,11 @@ class CpuBackend:
     name = "cpu"
     reads: frozenset[str] = frozenset(CACHE_FORMATS)
     graph_support = "none"
+
+    def arrange(self, kv_spec: KVCacheSpec) -> str:
+        """bfloat16 in pairs where blocks and heads fill the vectors (kv_pairs.h), to be read without turning or widening."""
+        fits = kv_spec.block_size % PAIR_BLOCK == 0 and kv_spec.head_dim % 2 == 0 and kv_spec.head_dim_v % PAIR_DIMS == 0
+        return "bfloat16_pairs" if kv_spec.format == "bfloat16" and fits else kv_spec.format
 
     def refuse(self, spec: AttentionSpec, kv_spec: KVCacheSpec, platform: Platform) -> Refusal | None:
         if platform.device != "cpu":

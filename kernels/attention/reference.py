@@ -57,6 +57,9 @@ class ReferenceBackend:
     reads: frozenset[str] = frozenset()
     graph_support = "none"
 
+    def arrange(self, kv_spec: KVCacheSpec) -> str:
+        return kv_spec.format
+
     def refuse(self, spec: AttentionSpec, kv_spec: KVCacheSpec, platform: Platform) -> Refusal | None:
         if spec.num_heads % spec.num_kv_heads:
             return Refusal(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} kv heads evenly", "")

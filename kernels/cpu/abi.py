@@ -50,7 +50,11 @@ class OpCode(IntEnum):
 
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-CACHE_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
+CACHE_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "bfloat16_pairs": 3}
+
+# Blocks of bfloat16_pairs hold a multiple of so many tokens, values have a multiple of so many dims; as in kv_tiles.h, kv_pairs.h
+PAIR_BLOCK = 16
+PAIR_DIMS = 32
 
 # Limits of attention.h
 MAX_HEAD_DIM = 512
@@ -74,7 +78,7 @@ class Matrix(Structure):
 class Plane(Structure):
     """One plane of a layer's cache; strides in bytes."""
 
-    _fields_ = [("data", c_void_p), ("block_stride", c_int64), ("head_stride", c_int64), ("token_stride", c_int64)]
+    _fields_ = [("data", c_void_p), ("block_stride", c_int64), ("head_stride", c_int64), ("row_stride", c_int64)]
 
 
 class Cache(Structure):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class KVFormat(Protocol):
-    """One way to keep K and V in a block. Stateless; `name` is its key in `FORMATS`.
+    """One way to keep K and V in a block. Stateless; `name` is its key in `FORMATS` or `ARRANGEMENTS`.
 
     A slot is block * block_size + offset. Slot 0 lies in the null block, which holds zeros only: `write` must keep it so.
     """

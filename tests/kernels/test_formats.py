@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.kvcache.formats import FORMATS, get_format
+from halfbyte.kvcache.formats import ARRANGEMENTS, FORMATS, get_format
 from halfbyte.kvcache.spec import KVCacheSpec, make_layout
 from halfbyte.kvcache.tensors import KVTensors, LayerCache, view_layer
+from halfbyte.platform import detect_platform
 
-DENSE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DENSE = {
+    "bfloat16": torch.bfloat16,
+    "bfloat16_pairs": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 # kv heads, head dim of K and of V, block size
 SHAPES = [
     (1, 64, 64, 16),
@@ -23,15 +29,18 @@ SHAPES = [
 ]
 NUM_BLOCKS = 7
 
-every_format = pytest.mark.parametrize("name", sorted(FORMATS))
+every_format = pytest.mark.parametrize("name", sorted({**FORMATS, **ARRANGEMENTS}))
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "G{}-D{}-Dv{}-S{}".format(*s))
 
 
 def _spec(name: str, shape: tuple[int, int, int, int]) -> KVCacheSpec:
     heads, dim, dim_v, block_size = shape
-    return KVCacheSpec(
+    spec = KVCacheSpec(
         num_kv_heads=heads, head_dim=dim, head_dim_v=dim_v, block_size=block_size, sliding_window=None, format=name
     )
+    if refusal := get_format(name).refuse(spec, detect_platform("cpu")):
+        pytest.skip(refusal.reason)
+    return spec
 
 
 def _page_bytes(spec: KVCacheSpec) -> int:

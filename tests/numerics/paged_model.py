@@ -8,7 +8,7 @@ Shape letters: T tokens, V vocab.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class PagedModel:
             )
             for s in model.attention_specs()
         ]
+        specs = [replace(spec, format=model.backend.arrange(spec)) for spec in specs]
         self.layout = make_layout(specs, lambda spec: sum(p.bytes for p in get_format(spec.format).planes(spec)))
         num_blocks = 1 + len(self.layout.groups) * (num_tokens // block_size + num_requests)
         tensors = KVTensors(self.layout, num_blocks, "cpu")

@@ -5,16 +5,15 @@
 // the keys; a key that a row must not see adds zero times a finite value; parts are merged in order by one rule, whether one item
 // walked through all of them (prefill) or each had its own (a long context spread over the threads).
 #pragma once
-#include "kv_dense.h"
+#include "kv_tiles.h"
 #include "matmul.h"
 #include "rows.h"
 
 namespace HB_ISA {
 
-constexpr int kKeys = 64;          // keys of a tile
-constexpr int kMaxRows = 64;       // queries times heads per kv head; as MAX_HEADS_PER_KV_HEAD of abi.py
-constexpr int kMaxHeadDim = 512;   // as MAX_HEAD_DIM of abi.py
-static_assert(kKeys % kPanel == 0 && kPartKeys % kKeys == 0, "tiles must fill panels, parts must hold whole tiles");
+constexpr int kMaxRows = 64;  // queries times heads per kv head; as MAX_HEADS_PER_KV_HEAD of abi.py
+constexpr int kManyVectors = kVectors > 4 ? kVectors : 4;                 // vectors of a tile of few rows,
+constexpr int kFewRows = kRows * kVectors / kManyVectors;                 // which are so many
 
 HB_INLINE int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
@@ -25,25 +24,17 @@ struct Softmax {
   float* sums;  // of each row, kLanes of them while the total is being summed up
 };
 
-// Where the keys and values of a tile lie.
-struct Tile {
-  const uint8_t *k[kKeys], *v[kKeys];
-  int count;
-};
-
 struct Scratch {
-  float *q, *keys, *values, *scores;
+  float *q, *scores;
+  TileBuffers tile;
   Softmax part, all;
-  Tile tiles[2];
-  int turn = 0;
 
   explicit Scratch(uint8_t* memory, int dim, int dim_v) {
     float* at = (float*)memory;
     auto take = [&](int64_t count) __attribute__((always_inline)) { float* had = at; at += (count + 15) / 16 * 16; return had; };
     int64_t wide_v = round_up(dim_v, kPanel);
     q = take((int64_t)kMaxRows * dim);
-    keys = take((int64_t)kKeys * round_up(dim, kLanes));
-    values = take(kKeys * wide_v);
+    tile = {take((int64_t)kKeys * dim), take(kKeys * wide_v), (int)wide_v};
     scores = take(kMaxRows * kKeys);
     part = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v, take(kMaxRows * kLanes)};
     all = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v, nullptr};
@@ -62,84 +53,155 @@ HB_INLINE void merge(float most, float total, const float* out, float& all_most,
   all_most = greatest;
 }
 
-// Finds keys start .. tile + count of the request, start >= tile. Places of the tile outside that range are given some key inside
-// it: their weight is zero, and what another request or nobody wrote is never read.
-HB_INLINE void find_tile(const Attention& a, const int32_t* table, int head, int tile, int start, int count, Tile& to) {
-  const int size = a.cache.block_size;
-  to.count = count;
-  for (int i = start - tile; i < count;) {
-    int position = tile + i, offset = position % size, end = i + size - offset < count ? i + size - offset : count;
-    const uint8_t* k_at = slot_of(a.cache.k, table[position / size], head, offset);
-    const uint8_t* v_at = slot_of(a.cache.v, table[position / size], head, offset);
-    for (; i < end; i++, k_at += a.cache.k.token_stride, v_at += a.cache.v.token_stride) to.k[i] = k_at, to.v[i] = v_at;
-  }
-  for (int i = 0; i < start - tile; i++) to.k[i] = to.k[start - tile], to.v[i] = to.v[start - tile];
-  for (int i = count; i < kKeys; i++) to.k[i] = to.k[count - 1], to.v[i] = to.v[count - 1];
-}
-
-// Decodes a tile: k turned (a panel of kPanel keys is [words of a key][kPanel]), v as panels of its columns, a word for each value
-// or pair of values. Meanwhile the memory is asked for the tile `ahead`, a little at a time: a burst would be waited for.
-template <class Format> HB_INLINE void load_tile(const Attention& a, const Tile& tile, const Tile& ahead, Scratch& s) {
-  constexpr int kPerWord = Format::Product::kInputsPerWord;
-  const int count = tile.count, wide_v = (int)s.part.ld, words = a.head_dim / kPerWord;
-  const uint8_t *const *k = tile.k, *const *v = tile.v;
-  for (int i = 0; i < count; i += kLanes) {
-    float* panel = s.keys + (int64_t)(i / kPanel) * words * kPanel + i % kPanel;
-    for (int w = 0; w < words; w += kLanes) {
-      const int some = words - w < kLanes ? words - w : kLanes;
-      V square[kLanes];
-      if (Format::bytes(w) % kLineBytes < Format::bytes(kLanes))
-        for (int r = 0; r < kLanes; r++) __builtin_prefetch(ahead.k[i + r] + Format::bytes(w));
-      if (some == kLanes) {
-#pragma GCC unroll 16
-        for (int r = 0; r < kLanes; r++) square[r] = Format::vector(k[i + r], w);
-      } else {
-        for (int r = 0; r < kLanes; r++) square[r] = Format::part(k[i + r], w, some);
-      }
-      transpose(square);
-      if (some == kLanes) {
-#pragma GCC unroll 16
-        for (int r = 0; r < kLanes; r++) store(panel + (int64_t)(w + r) * kPanel, square[r]);
-      } else {
-        for (int r = 0; r < some; r++) store(panel + (int64_t)(w + r) * kPanel, square[r]);
-      }
-    }
-  }
-  for (int d = 0; d < wide_v; d += kLanes) {
-    float* column = s.values + (int64_t)(d / kPanel) * kKeys * kPanel + d % kPanel;
-    const int dims = a.head_dim_v - d < kLanes ? a.head_dim_v - d : kLanes;
-    if (dims == kLanes)
-      for (int i = 0; i < count; i += kPerWord) {
-        for (int j = 0; j < kPerWord; j++) __builtin_prefetch(ahead.v[i + j] + d * Format::kBytes);
-        store(column + (int64_t)(i / kPerWord) * kPanel, Format::value(v + i, d));
-      }
-    else
-      for (int i = 0; i < count; i += kPerWord)
-        store(column + (int64_t)(i / kPerWord) * kPanel, dims > 0 ? Format::value_part(v + i, d, dims) : V{});
-  }
-}
-
-// A product over panels of K words that lie side by side: two at a time when the rows are few.
-template <class Product>
-HB_INLINE void multiply_panels(
-    const float* panels, int64_t panel_floats, int num_panels, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
-  for (int p = 0; p < num_panels;) {
-    const uint8_t* at = (const uint8_t*)(panels + p * panel_floats);
-    if (M <= kPairRows && p + 2 <= num_panels) {
-      tile_of<Product, kPairRows, 2>(M, at, panel_floats * 4, {at, 0}, K, x, ldx, y + p * kPanel, ldy, resumes);
-      p += 2;
-    } else {
-      multiply_dense<Product>(at, 0, K, M, x, ldx, y + p * kPanel, ldy, resumes);
-      p += 1;
+// acc += x * words, for ROWS rows and N vectors whose words lie apart. The memory at `next` is asked for at the same pace.
+template <class Product, int ROWS, int N>
+HB_INLINE void chain(
+    V (&acc)[ROWS][N], const float* const (&words)[N], const float* const (&next)[N], int64_t stride, int num_words, const float* x, int64_t ldx) {
+  const float *x0 = x, *x4 = x + (ROWS > 4 ? 4 : 0) * ldx, *x8 = x + (ROWS > 8 ? 8 : 0) * ldx;
+  int64_t at = 0;
+  for (int word = 0; word < num_words; word++, at += stride) {
+    V w[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) w[n] = load(words[n] + at);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) __builtin_prefetch(next[n] + at);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+      const float* four = r < 4 ? x0 : r < 8 ? x4 : x8;
+      V value = splat(four[(r % 4) * ldx + word]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) acc[r][n] = Product::accumulate(w[n], value, acc[r][n]);
     }
   }
 }
 
-// Scores of one row for keys from .. to of a tile become weights relative to the greatest so far (zero elsewhere, up to `count`);
-// what was summed up before is rescaled.
-HB_INLINE void soften(float* scores, int from, int to, int count, float soft_cap, Softmax& part, int row) {
-  float most = part.most[row];
-  V greatest = splat(-INFINITY), index = {};
+// Scores of ROWS queries for N vectors of keys from `key`.
+template <class Product, int ROWS, int N>
+static __attribute__((noinline)) void score(const Panels& p, int key, int num_words, const float* q, int64_t ldq, float* scores) {
+  const float *words[N], *next[N];
+  V acc[ROWS][N] = {};
+#pragma GCC unroll 4
+  for (int n = 0; n < N; n++) {
+    const int group = (key + n * kLanes) / kGroupKeys, at = (key + n * kLanes) % kGroupKeys;
+    words[n] = p.k[group] + at, next[n] = p.k_next[group] + at;
+  }
+  chain<Product, ROWS, N>(acc, words, next, p.k_stride, num_words, q, ldq);
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) store(scores + r * kKeys + key + n * kLanes, acc[r][n]);
+}
+
+// out += weights * values, for ROWS rows and N vectors of the values' dims from `dim`, over `num_keys` keys.
+template <class Product, int ROWS, int N>
+static __attribute__((noinline)) void add_values(const Panels& p, int dim, int num_keys, const float* weights, float* out, int64_t ldo) {
+  constexpr int kPerWord = Product::kInputsPerWord, kWords = kGroupKeys / kPerWord;
+  const float *words[N], *next[N];
+  V acc[ROWS][N];
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) acc[r][n] = load(out + r * ldo + dim + n * kLanes);
+  const int num_words = num_keys / kPerWord;
+  for (int group = p.first; group * kWords < num_words; group++) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) words[n] = p.v[group] + dim + n * kLanes, next[n] = p.v_next[group] + dim + n * kLanes;
+    const int some = num_words - group * kWords < kWords ? num_words - group * kWords : kWords;
+    chain<Product, ROWS, N>(acc, words, next, p.v_stride, some, weights + group * kWords, kKeys);
+  }
+  if (kPerWord == 2 && num_keys % 2) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) words[n] = p.odd + dim + n * kLanes;
+    chain<Product, ROWS, N>(acc, words, words, 0, 1, weights + num_words, kKeys);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) store(out + r * ldo + dim + n * kLanes, acc[r][n]);
+}
+
+// `rows` <= ROWS rows: the kernel of exactly that many.
+template <class Product, int ROWS, int N>
+HB_INLINE void score_rows(int rows, const Panels& p, int key, int num_words, const float* q, int64_t ldq, float* scores) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) score<Product, ROWS, N>(p, key, num_words, q, ldq, scores);
+    else score_rows<Product, ROWS - 1, N>(rows, p, key, num_words, q, ldq, scores);
+  }
+}
+
+template <class Product, int ROWS, int N>
+HB_INLINE void add_rows(int rows, const Panels& p, int dim, int num_keys, const float* weights, float* out, int64_t ldo) {
+  if constexpr (ROWS > 0) {
+    if (rows == ROWS) add_values<Product, ROWS, N>(p, dim, num_keys, weights, out, ldo);
+    else add_rows<Product, ROWS - 1, N>(rows, p, dim, num_keys, weights, out, ldo);
+  }
+}
+
+// Calls part(first row, rows) for `num_rows` rows in parts as equal as can be.
+template <class Part> HB_INLINE void cut_rows(int num_rows, const Part& part) {
+  const int num_parts = (num_rows + kRows - 1) / kRows;
+  for (int t = 0, row = 0, rows; t < num_parts; t++, row += rows) part(row, rows = (num_rows - row + num_parts - t - 1) / (num_parts - t));
+}
+
+// All queries against the keys of a tile: few rows take more vectors at a time, for one alone would wait for its own chain.
+template <class Product> HB_INLINE void score_tile(const Panels& p, int count, int num_words, int num_rows, const float* q, int64_t ldq, float* scores) {
+  if (num_rows <= kFewRows)
+    for (int key = 0; key < count; key += kManyVectors * kLanes)
+      score_rows<Product, kFewRows, kManyVectors>(num_rows, p, key, num_words, q, ldq, scores);
+  else
+    for (int key = 0; key < count; key += kVectors * kLanes)
+      cut_rows(num_rows, [&](int row, int rows) __attribute__((always_inline)) {
+        score_rows<Product, kRows, kVectors>(rows, p, key, num_words, q + row * ldq, ldq, scores + row * kKeys);
+      });
+}
+
+template <class Product> HB_INLINE void add_tile(const Panels& p, int count, int wide_v, int num_rows, const float* weights, float* out) {
+  int dim = 0;
+  if (num_rows <= kFewRows)
+    for (; dim + kManyVectors * kLanes <= wide_v; dim += kManyVectors * kLanes)
+      add_rows<Product, kFewRows, kManyVectors>(num_rows, p, dim, count, weights, out, wide_v);
+  for (; dim < wide_v; dim += kPanel)
+    cut_rows(num_rows, [&](int row, int rows) __attribute__((always_inline)) {
+      add_rows<Product, kRows, kVectors>(rows, p, dim, count, weights + row * kKeys, out + row * wide_v, wide_v);
+    });
+}
+
+// A greater score than all before, if there is one: what was summed up is rescaled to it. Returns the greatest.
+HB_INLINE float raise(V greatest, V& total, Softmax& part, int row) {
+  const float most = part.most[row];
+  if (!any_above(greatest, splat(most))) return most;  // a NaN goes on into the sums: the row is then found to be no number
+  const float tile_most = maximum(greatest);
+  const V scale = most == -INFINITY ? V{} : exponential(splat(most - tile_most));
+  total *= scale;
+  float* out = part.out + row * part.ld;
+  for (int d = 0; d < part.ld; d += kLanes) store(out + d, load(out + d) * scale);
+  return part.most[row] = tile_most;
+}
+
+// Weights take the place of their scores, as words of the product: each store lies behind the loads.
+template <class Product> HB_INLINE void put_weights(float* scores, int i, V weights) {
+  if (Product::kInputsPerWord == 2) store_bf16_normal((uint16_t*)scores + i, weights);
+  else store(scores + i, weights);
+}
+
+// Scores of one row for keys from .. to of a tile become weights relative to the greatest so far (zero elsewhere, up to `count`).
+template <class Product> HB_INLINE void soften(float* scores, int from, int to, int count, float soft_cap, Softmax& part, int row) {
+  constexpr int kTileVectors = kKeys / kLanes;
+  V total = load(part.sums + row * kLanes), greatest = splat(-INFINITY);
+  if (from <= 0 && to >= kKeys && soft_cap == 0.0f) {  // most tiles: every key counts
+    V values[kTileVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileVectors; i++) values[i] = load(scores + i * kLanes), greatest = maximum(greatest, values[i]);
+    const V most = splat(raise(greatest, total, part, row));
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileVectors; i++) {
+      const V weight = exponential(values[i] - most);
+      put_weights<Product>(scores, i * kLanes, weight);
+      total += weight;
+    }
+    return store(part.sums + row * kLanes, total);
+  }
+  V index = {};
   for (int i = 0; i < kLanes; i++) index[i] = (float)i;
   for (int i = 0; i < count; i += kLanes) {
     V value = load(scores + i);
@@ -152,18 +214,10 @@ HB_INLINE void soften(float* scores, int from, int to, int count, float soft_cap
     store(scores + i, value);
     greatest = maximum(greatest, value);
   }
-  V total = load(part.sums + row * kLanes);
-  if (any_above(greatest, splat(most))) {  // a NaN goes on into the sums: the row is then found to be no number
-    const float tile_most = maximum(greatest);
-    const V scale = most == -INFINITY ? V{} : exponential(splat(most - tile_most));
-    total *= scale;
-    float* out = part.out + row * part.ld;
-    for (int d = 0; d < part.ld; d += kLanes) store(out + d, load(out + d) * scale);
-    part.most[row] = most = tile_most;
-  }
+  const V most = splat(raise(greatest, total, part, row));
   for (int i = 0; i < count; i += kLanes) {
-    V weight = exponential(load(scores + i) - splat(most));
-    store(scores + i, weight);
+    const V weight = exponential(load(scores + i) - most);
+    put_weights<Product>(scores, i, weight);
     total += weight;
   }
   store(part.sums + row * kLanes, total);
@@ -174,42 +228,40 @@ struct Range {
   int head, first, end;
 };
 
-HB_INLINE void find_first(const Attention& a, const int32_t* table, Range range, Tile& to) {
-  int tile = range.first / kKeys * kKeys, count = range.end - tile < kKeys ? range.end - tile : kKeys;
-  find_tile(a, table, range.head, tile, range.first, count, to);
+HB_INLINE Place place_of(Range range, int tile) {
+  return {tile, tile < range.first ? range.first : tile, range.end - tile < kKeys ? range.end - tile : kKeys};
 }
 
-// The softmax over one range, for `num_queries` queries from `position` with `heads` heads each, in s.part. Its first tile is
-// found already (s.tiles[s.turn]); on its last one it finds the first of `next`, so that the memory is never waited for idly.
+// The first tile of a range.
+HB_INLINE Place first_place(Range range) { return place_of(range, range.first / kKeys * kKeys); }
+
+// The softmax over one range, for `num_queries` queries from `position` with `heads` heads each, in s.part. `tile` is its first one;
+// on its last one it takes `next` as the tile that comes after, so that the memory is never waited for idly.
 template <class Format>
-static void attend_range(const Attention& a, const Work& work, const int32_t* table, Range range, Range next, Scratch& s) {
+static void attend_range(
+    const Attention& a, const Work& work, const int32_t* table, Range range, typename Format::Tile tile, const typename Format::Tile& next, Scratch& s) {
   using Product = typename Format::Product;
   constexpr int kPerWord = Product::kInputsPerWord;
   const int heads = a.num_heads / a.num_kv_heads, num_rows = work.num_queries * heads, wide_v = (int)s.part.ld;
-  const int words = a.head_dim / kPerWord;
   for (int row = 0; row < num_rows; row++) s.part.most[row] = -INFINITY;
   memset(s.part.sums, 0, (int64_t)num_rows * kLanes * 4);
   memset(s.part.out, 0, (int64_t)num_rows * wide_v * 4);
-  for (int tile = range.first / kKeys * kKeys; tile < range.end; tile += kKeys) {
-    const int start = tile < range.first ? range.first : tile, count = s.tiles[s.turn].count;
-    const bool is_last = tile + kKeys >= range.end;
-    if (!is_last) find_first(a, table, {range.head, tile + kKeys, range.end}, s.tiles[s.turn ^ 1]);
-    else if (next.end) find_first(a, table, next, s.tiles[s.turn ^ 1]);
-    load_tile<Format>(a, s.tiles[s.turn], is_last && !next.end ? s.tiles[s.turn] : s.tiles[s.turn ^ 1], s);
-    s.turn ^= 1;
-    multiply_panels<Product>(s.keys, (int64_t)words * kPanel, (count + kPanel - 1) / kPanel, words, num_rows, s.q, a.head_dim,
-                             s.scores, kKeys, false);
+  for (Place place = first_place(range); place.tile < range.end; place = place_of(range, place.tile + kKeys)) {
+    const int count = place.count;
+    const bool is_last = place.tile + kKeys >= range.end;
+    const typename Format::Tile ahead = is_last ? next : Format::find(a, table, range.head, place_of(range, place.tile + kKeys));
+    const Panels panels = Format::panels(a, tile, ahead, s.tile);
+    score_tile<Product>(panels, count, a.head_dim / kPerWord, num_rows, s.q, a.head_dim, s.scores);
     for (int row = 0; row < num_rows; row++) {
       int position = work.position + row / heads;
-      int from = a.window && position - a.window + 1 > start ? position - a.window + 1 : start;
-      int to = position + 1 < tile + count ? position + 1 : tile + count;
+      int from = a.window && position - a.window + 1 > place.start ? position - a.window + 1 : place.start;
+      int to = position + 1 < place.tile + count ? position + 1 : place.tile + count;
       float* scores = s.scores + (int64_t)row * kKeys;
-      if (from < to) soften(scores, from - tile, to - tile, count, a.soft_cap, s.part, row);
-      else memset(scores, 0, kKeys * 4);
-      if (kPerWord == 2) put_bf16(scores, round_up(count, kLanes), (uint16_t*)scores);  // each store lies behind the loads
+      if (from < to) soften<Product>(scores, from - place.tile, to - place.tile, count, a.soft_cap, s.part, row);
+      else memset(scores, 0, kKeys * 4);  // zeros of either type
     }
-    multiply_panels<Product>(s.values, kKeys * kPanel, wide_v / kPanel, (count + kPerWord - 1) / kPerWord, num_rows, s.scores,
-                             kKeys, s.part.out, wide_v, true);
+    add_tile<Product>(panels, count, wide_v, num_rows, s.scores, s.part.out);
+    tile = ahead;
   }
   for (int row = 0; row < num_rows; row++) s.part.total[row] = sum(load(s.part.sums + row * kLanes));
 }
@@ -242,6 +294,10 @@ HB_INLINE int heads_per_item(const Attention& a, const Slice& slice) {
   return heads;
 }
 
+HB_INLINE int64_t num_attend_items(const Attention& a, const Slice& slice) {
+  return (int64_t)slice.num_work[a.group] * (a.num_kv_heads / heads_per_item(a, slice));
+}
+
 // The range after `range` of an item that goes up to kv head `last`.
 HB_INLINE Range after(Range range, const Work& work, int last) {
   int head = range.end < work.end_key ? range.head : range.head + 1, first = range.end < work.end_key ? range.end : work.first_key;
@@ -268,20 +324,32 @@ HB_INLINE void put_result(const Op& op, const Slice& slice, const Work& work, in
   }
 }
 
+// What an item of attention is: some kv heads of one work. range: the first keys of its first head.
+struct AttendItem {
+  const Work& work;
+  const int32_t* table;
+  int last;  // kv head, not included
+  Range range;
+
+  HB_INLINE AttendItem of(const Attention& a, const Slice& slice, int64_t item) {
+    const int per_item = heads_per_item(a, slice), items_per_work = a.num_kv_heads / per_item;
+    const Work& work = slice.work[a.group][item / items_per_work];
+    const Group& group = slice.step->groups[a.group];
+    const int head = (int)(item % items_per_work) * per_item;
+    return {work, group.block_table + work.request * group.table_width, head + per_item, after({head - 1, 0, work.end_key}, work, head + per_item)};
+  }
+};
+
 // Item (work, some kv heads). The queries lie in buffer `in`, rotated; results go to `out`, or to the partials.
 template <class Format> static void attend_as(const Op& op, const Slice& slice, int64_t item, uint8_t* memory) {
   const Attention& a = *op.attention;
-  const int per_item = heads_per_item(a, slice), items_per_work = a.num_kv_heads / per_item;
-  const Work& work = slice.work[a.group][item / items_per_work];
-  const int head = (int)(item % items_per_work) * per_item, last = head + per_item;
+  const AttendItem mine = AttendItem::of(a, slice, item);
+  const Work& work = mine.work;
   const int heads = a.num_heads / a.num_kv_heads, num_rows = work.num_queries * heads;
-  const Group& group = slice.step->groups[a.group];
-  const int32_t* table = group.block_table + work.request * group.table_width;
   Scratch s(memory, a.head_dim, a.head_dim_v);
   const int wide_v = (int)s.part.ld;
-  Range range = after({head - 1, 0, work.end_key}, work, last);
-  find_first(a, table, range, s.tiles[0]);
-  while (range.end) {
+  typename Format::Tile tile = Format::find(a, mine.table, mine.range.head, first_place(mine.range));
+  for (Range range = mine.range; range.end;) {
     if (range.first == work.first_key) {
       for (int row = 0; row < num_rows; row++) {
         const float* from = row_of(slice, op.in, work.row + row / heads) + (range.head * heads + row % heads) * a.head_dim;
@@ -290,14 +358,20 @@ template <class Format> static void attend_as(const Op& op, const Slice& slice, 
       }
       memset(s.all.out, 0, (int64_t)num_rows * wide_v * 4);
     }
-    const Range next = after(range, work, last);
-    attend_range<Format>(a, work, table, range, next, s);
+    const Range next = after(range, work, mine.last);
+    typename Format::Tile ahead = tile;
+    if (next.end) ahead = Format::find(a, mine.table, next.head, first_place(next));
+    else if (item + 1 < num_attend_items(a, slice)) {  // most likely this thread's next one
+      const AttendItem other = AttendItem::of(a, slice, item + 1);
+      ahead = Format::find(a, other.table, other.range.head, first_place(other.range));
+    }
+    attend_range<Format>(a, work, mine.table, range, tile, ahead, s);
     const bool is_alone = range.first == work.first_key && range.end == work.end_key;
     for (int row = 0; row < num_rows && !is_alone; row++)
       merge(s.part.most[row], s.part.total[row], s.part.out + row * wide_v, s.all.most[row], s.all.total[row],
             s.all.out + row * wide_v, wide_v);
     if (range.end == work.end_key) put_result(op, slice, work, range.head, is_alone ? s.part : s.all);
-    range = next;
+    range = next, tile = ahead;
   }
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 #include "attention.h"
 #include "kv_dense.h"
+#include "kv_pairs.h"
 
 namespace HB_ISA {
 
@@ -239,11 +240,11 @@ template <class Format> static void heads_as(const Op& op, const Slice& slice, i
   int64_t slot = slice.step->groups[a.group].slot_mapping[slice.first + row];
   if (slot < 0) return;
   const float *k = x + a.num_heads * a.head_dim, *v = k + a.num_kv_heads * a.head_dim;
+  const int64_t block = slot / a.cache.block_size;
+  const int offset = (int)(slot % a.cache.block_size);
   for (int head = 0; head < a.num_kv_heads; head++) {
-    int64_t block = slot / a.cache.block_size;
-    int offset = (int)(slot % a.cache.block_size);
-    Format::write(slot_of(a.cache.k, block, head, offset), a.head_dim, k + head * a.head_dim);
-    Format::write(slot_of(a.cache.v, block, head, offset), a.head_dim_v, v + head * a.head_dim_v);
+    Format::write_key(a, block, head, offset, k + head * a.head_dim);
+    Format::write_value(a, block, head, offset, v + head * a.head_dim_v);
   }
 }
 
@@ -252,13 +253,14 @@ struct CacheKernels {
   void (*attend)(const Op&, const Slice&, int64_t, uint8_t*);
 };
 #define HB_CACHE(F) {heads_as<F>, attend_as<F>}
-static const CacheKernels kCaches[] = {HB_CACHE(DenseKV<kCacheF32>), HB_CACHE(DenseKV<kCacheBF16>), HB_CACHE(DenseKV<kCacheF16>)};
+static const CacheKernels kCaches[] = {HB_CACHE(DenseKV<kCacheF32>), HB_CACHE(DenseKV<kCacheBF16>), HB_CACHE(DenseKV<kCacheF16>),
+                                       HB_CACHE(WidePairKV)};
 static const CacheKernels kPairCache = HB_CACHE(PairKV);
 
-// Those of the operation's cache; where products are in pairs of bfloat16, so are those of attention.
+// Those of the operation's cache; where products are in pairs of bfloat16, so are those of attention if the cache holds pairs.
 HB_INLINE const CacheKernels& cache_of(const Op& op) {
   const int format = op.attention->cache.format;
-  return format == kCacheBF16 && op.out_type == kBF16Rows ? kPairCache : kCaches[format];
+  return format == kCacheBF16Pairs && op.out_type == kBF16Rows ? kPairCache : kCaches[format];
 }
 
 static int64_t num_items(const Op& op, const Slice& slice) {
@@ -269,8 +271,7 @@ static int64_t num_items(const Op& op, const Slice& slice) {
       return count;
     case kGated:
     case kBest: return items_of(op.matrices[0], slice);
-    case kAttend:
-      return (int64_t)slice.num_work[op.attention->group] * (op.attention->num_kv_heads / heads_per_item(*op.attention, slice));
+    case kAttend: return num_attend_items(*op.attention, slice);
     case kCombine:
       for (int i = 0; i < slice.num_work[op.attention->group]; i++) count += slice.work[op.attention->group][i].partial >= 0;
       return count ? (int64_t)slice.num_work[op.attention->group] * op.attention->num_heads : 0;

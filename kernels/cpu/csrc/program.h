@@ -10,7 +10,7 @@ enum WeightKind : int32_t { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1
 enum OpCode : int32_t { kEmbed, kRotary, kNorm, kLinear, kGated, kHeads, kAttend, kCombine, kBest, kBestOfPanels, kNumOpCodes };
 enum RowType : int32_t { kFloats, kBF16Rows };
 enum Activation : int32_t { kSilu, kGeluTanh };
-enum CacheFormat : int32_t { kCacheF32, kCacheBF16, kCacheF16, kNumCacheFormats };
+enum CacheFormat : int32_t { kCacheF32, kCacheBF16, kCacheF16, kCacheBF16Pairs, kNumCacheFormats };
 
 // Panels of weights, see weights.h. Its outputs go to columns first_column .. of the operation's output.
 struct Matrix {
@@ -20,10 +20,11 @@ struct Matrix {
   int32_t kind, num_outputs, num_inputs, first_column;
 };
 
-// A plane of the cache: the vector of (block, kv head, offset) lies at data + block * block_stride + ... (strides in bytes).
+// A plane of the cache: row `row` of (block, kv head) lies at data + block * block_stride + head * head_stride + row * row_stride
+// (strides in bytes). A row is the vector of a token, or whatever the format has in its place.
 struct Plane {
   uint8_t* data;
-  int64_t block_stride, head_stride, token_stride;
+  int64_t block_stride, head_stride, row_stride;
 };
 
 struct Cache {

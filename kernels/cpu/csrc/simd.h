@@ -35,6 +35,7 @@ typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t H __attribute__((vector_size(kLanes * 2)));
 typedef uint8_t B __attribute__((vector_size(kLanes)));
 typedef int8_t S __attribute__((vector_size(kLanes)));
+typedef int32_t I4 __attribute__((vector_size(16)));
 
 template <class T> HB_INLINE T read(const void* from) {
   T value;
@@ -131,6 +132,16 @@ HB_INLINE void store_bf16(uint16_t* to, V value) {
   memcpy(to, &narrow, sizeof narrow);
 }
 
+// The same for numbers whose denormals do not matter: they may become zero.
+HB_INLINE void store_bf16_normal(uint16_t* to, V value) {
+#if defined(__AVX512BF16__)
+  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)value);
+  memcpy(to, &narrow, sizeof narrow);
+#else
+  store_bf16(to, value);
+#endif
+}
+
 // Round to nearest even. A NaN stays one.
 HB_INLINE uint16_t to_bf16(float value) {
   uint32_t bits;
@@ -164,22 +175,27 @@ HB_INLINE uint16_t to_f16(float value) {
 }
 
 // Lanes are folded in halves, so that the order of a sum depends on the width alone.
+#if defined(__AVX512F__)
+HB_INLINE float sum(V value) { return _mm512_reduce_add_ps((__m512)value); }
+HB_INLINE float maximum(V value) { return _mm512_reduce_max_ps((__m512)value); }
+#else
+typedef float Quad __attribute__((vector_size(16)));
 template <class Fold> HB_INLINE float fold_lanes(V value, const Fold& fold) {
-#pragma GCC unroll 4
-  for (int half = kLanes / 2; half; half /= 2) {
-    I other = {};
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) other[i] = i ^ half;
-    value = fold(value, __builtin_shuffle(value, other));
-  }
-  return value[0];
+#if defined(__AVX2__)
+  const Quad quad = fold((Quad)_mm256_castps256_ps128((__m256)value), (Quad)_mm256_extractf128_ps((__m256)value, 1));
+#else
+  const Quad quad = value;
+#endif
+  const Quad two = fold(quad, __builtin_shuffle(quad, (I4){2, 3, 0, 1}));
+  return fold(two, __builtin_shuffle(two, (I4){1, 0, 3, 2}))[0];
 }
 HB_INLINE float sum(V value) {
-  return fold_lanes(value, [](V a, V b) __attribute__((always_inline)) { return a + b; });
+  return fold_lanes(value, [](Quad a, Quad b) __attribute__((always_inline)) { return a + b; });
 }
 HB_INLINE float maximum(V value) {
-  return fold_lanes(value, [](V a, V b) __attribute__((always_inline)) { return maximum(a, b); });
+  return fold_lanes(value, [](Quad a, Quad b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
+#endif
 
 // Whether any lane of a is not at most that of b: greater, or no number.
 HB_INLINE bool any_above(V a, V b) {
@@ -212,8 +228,12 @@ HB_INLINE int first_lane(V value, float number) {
 // e^x within 2 ulp for x <= 88; 0 below -87 (where float32 ends), so that a masked score counts nothing. Polynomial of Cephes' expf.
 HB_INLINE V exponential(V x) {
   const V magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+#if defined(__AVX512F__)
+  const V clamped = x;
+#else
   V clamped = x < splat(-87.0f) ? splat(-87.0f) : x;
   clamped = clamped > splat(88.0f) ? splat(88.0f) : clamped;
+#endif
   V shifted = fma(clamped, splat(1.44269504f), magic);
   V n = shifted - magic;
   V f = fma(n, splat(-0.693359375f), clamped);
@@ -225,8 +245,12 @@ HB_INLINE V exponential(V x) {
   p = fma(p, f, splat(1.6666665459e-1f));
   p = fma(p, f, splat(5.0000001201e-1f));
   p = fma(p, f * f, f + splat(1.0f));
+#if defined(__AVX512F__)  // not less: a NaN stays one
+  return (V)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), (__m512)p, (__m512)n);
+#else
   V scaled = (V)((I)p + (((I)shifted - (I)magic) << 23));
   return x < splat(-87.0f) ? V{} : scaled;
+#endif
 }
 
 HB_INLINE V hyperbolic_tangent(V x) {

@@ -15,7 +15,8 @@ struct Heads {
   int width() const { return q_width() + num_kv_heads * (dim + dim_v); }
 };
 
-// A cache of `num_blocks` blocks of 16 tokens. k lies head by head within a block, v token by token; the strides say so.
+// A cache of `num_blocks` blocks of 16 tokens, full of NaN. k lies head by head within a block, v token by token; the strides say so.
+// In pairs, both lie head by head: [dim / 2][16][2] and [8][dim_v][2].
 struct PagedCache {
   static constexpr int kBlock = 16;
   Heads heads;
@@ -25,13 +26,17 @@ struct PagedCache {
   PagedCache(const Heads& h, int cache_format, int num_blocks)
       : heads(h),
         format(cache_format),
-        k(num_blocks * h.num_kv_heads * kBlock * h.dim * item_bytes(), 0x11),
-        v(num_blocks * h.num_kv_heads * kBlock * h.dim_v * item_bytes(), 0x11) {}
+        k(num_blocks * h.num_kv_heads * kBlock * h.dim * item_bytes(), 0xff),
+        v(num_blocks * h.num_kv_heads * kBlock * h.dim_v * item_bytes(), 0xff) {}
 
+  bool is_paired() const { return format == kCacheBF16Pairs; }
   int64_t item_bytes() const { return format == kCacheF32 ? 4 : 2; }
   Cache planes() {
     const int64_t n = heads.num_kv_heads, k_bytes = heads.dim * item_bytes(), v_bytes = heads.dim_v * item_bytes();
-    return {{k.data(), n * kBlock * k_bytes, kBlock * k_bytes, k_bytes}, {v.data(), n * kBlock * v_bytes, v_bytes, n * v_bytes}, format, kBlock};
+    const Plane k_plane = {k.data(), n * kBlock * k_bytes, kBlock * k_bytes, is_paired() ? kBlock * 4 : k_bytes};
+    Plane v_plane = {v.data(), n * kBlock * v_bytes, v_bytes, n * v_bytes};
+    if (is_paired()) v_plane.head_stride = kBlock * v_bytes, v_plane.row_stride = 2 * v_bytes;
+    return {k_plane, v_plane, format, kBlock};
   }
   double number(const Bytes& plane, int64_t at) const {
     if (format != kCacheF32) return (format == kCacheF16 ? from_f16 : from_bf16)(read16(&plane[at * 2]));
@@ -39,10 +44,17 @@ struct PagedCache {
     std::memcpy(&value, &plane[at * 4], 4);
     return value;
   }
-  double k_at(int64_t slot, int head, int d) const {
-    return number(k, ((slot / kBlock * heads.num_kv_heads + head) * kBlock + slot % kBlock) * heads.dim + d);
+  int64_t k_place(int64_t slot, int head, int d) const {
+    const int64_t first = (slot / kBlock * heads.num_kv_heads + head) * kBlock * heads.dim, token = slot % kBlock;
+    return first + (is_paired() ? (d / 2 * kBlock + token) * 2 + d % 2 : token * heads.dim + d);
   }
-  double v_at(int64_t slot, int head, int d) const { return number(v, (slot * heads.num_kv_heads + head) * heads.dim_v + d); }
+  int64_t v_place(int64_t slot, int head, int d) const {
+    if (!is_paired()) return (slot * heads.num_kv_heads + head) * heads.dim_v + d;
+    const int64_t token = slot % kBlock;
+    return (slot / kBlock * heads.num_kv_heads + head) * kBlock * heads.dim_v + (token / 2 * heads.dim_v + d) * 2 + token % 2;
+  }
+  double k_at(int64_t slot, int head, int d) const { return number(k, k_place(slot, head, d)); }
+  double v_at(int64_t slot, int head, int d) const { return number(v, v_place(slot, head, d)); }
   double stored(double value) const {
     return format == kCacheF32 ? value : format == kCacheF16 ? rounded(value, 10, -14) : as_bf16(value);
   }
@@ -55,7 +67,7 @@ Attention attention_of(const Heads& h, PagedCache& cache, const Floats& sinks) {
 
 // Heads that are normed and rotated, or left alone, and what the cache then holds: their nearest numbers of its format.
 void test_heads(int format, bool is_plain) {
-  const Heads h{6, 2, 22, 13};  // no multiple of any vector
+  const Heads h{6, 2, 22, format == kCacheBF16Pairs ? 32 : 13};  // no multiple of any vector where that can be
   const int num_tokens = 45, half = h.dim / 2, num_normed = h.num_heads + h.num_kv_heads, k_at = h.q_width(), v_at = k_at + h.num_kv_heads * h.dim;
   Floats table = normals((size_t)num_tokens * h.width()), q_weight = normals(h.dim), k_weight = normals(h.dim), freqs = normals(half);
   const float hard[] = {1 + 0x3p-11f, 1 + 0x3p-8f, 0x1.8p-24f, 0x1p-25f, 65504.0f, -0.0f, 0x1.004p-15f, 1 + 0x1p-11f, 1 + 0x1p-8f};
@@ -105,7 +117,7 @@ void test_heads(int format, bool is_plain) {
     }
   for (int row = 0; row < 48; row++)
     if (std::find(slots.begin(), slots.end(), row) == slots.end())
-      check(!std::memcmp(&cache.v[row * h.num_kv_heads * h.dim_v * cache.item_bytes()], Bytes(64, 0x11).data(), 16), "slot %d is written", row);
+      for (int d = 0; d < h.dim_v; d++) check(read16(&cache.v[cache.v_place(row, 1, d) * cache.item_bytes()]) == 0xffff, "slot %d is written", row);
 }
 
 // One sequence in the cache, and queries at any of its positions.
@@ -162,8 +174,8 @@ class Sequence {
     }
   }
 
-  // Rows of bfloat16 over a cache of it are the outcome of products in pairs, else they are the rounded floats.
-  bool is_paired(RowType type) const { return type == kBF16Rows && cache_.format == kCacheBF16; }
+  // Rows of bfloat16 over a cache of pairs are the outcome of products in pairs, else they are the rounded floats.
+  bool is_paired(RowType type) const { return type == kBF16Rows && cache_.is_paired(); }
 
   // In pairs, queries are rounded before and weights after the softmax.
   void check_position(int position, RowType type) const {

@@ -201,12 +201,13 @@ void test_rows() {
 }
 
 void test_caches() {
-  const char* names[] = {"float32", "bfloat16", "float16"};
-  const Heads all[] = {{2, 2, 64, 64}, {6, 2, 22, 14, 100}, {8, 1, 64, 64, 0, 5.0f}, {8, 1, 32, 32, 600, 0.0f, true}};
+  const char* names[] = {"float32", "bfloat16", "float16", "bfloat16 in pairs"};
+  const Heads all[] = {{2, 2, 64, 64}, {6, 2, 22, 14, 100}, {8, 1, 64, 96, 0, 5.0f}, {8, 1, 32, 32, 600, 0.0f, true}};
   for (int format = 0; format < kNumCacheFormats; format++) {
     subject = prefix + names[format] + " heads";
     for (bool is_plain : {false, true}) test_heads(format, is_plain);
-    for (const Heads& heads : all) {
+    for (Heads heads : all) {
+      if (format == kCacheBF16Pairs && heads.dim_v % 32) heads.dim_v = 64;
       subject = prefix + names[format] + " attention of " + std::to_string(heads.num_heads) + " heads of " + std::to_string(heads.dim);
       test_attention(heads, format);
     }
