@@ -41,7 +41,7 @@ KERNEL_NAMES = ("linear", "embedding", "norm", "decode", "prefill")
 # bfloat16 weights against bfloat16 activations, on machines that multiply pairs of them
 PAIRS = WeightKind.BF16_PAIRS.name.lower()
 WEIGHTS = tuple(kind.name.lower() for kind in WeightKind)
-DENSE_FORMATS = ("bfloat16", "float16", "float32")
+DENSE_FORMATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
