@@ -40,7 +40,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # A step of 2048 prompt tokens takes a CPU long enough to hold up every stream; fewer cost no throughput there.
 DEFAULT_MAX_NUM_BATCHED_TOKENS_CPU = 512
 # Prompt tokens beside decodes: about what a CPU computes in the time in which it reads the weights once more.
-DEFAULT_MAX_NUM_MIXED_TOKENS_CPU = 32
+DEFAULT_MAX_NUM_MIXED_TOKENS_CPU = 24
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_SEQS_CPU = 64
 DEFAULT_MAX_LOGPROBS = 20

@@ -153,6 +153,7 @@ class ModelRunner:
             self.execute(SchedulerOutput(grown_rows=[grown], num_scheduled_tokens={"warm-up": 1}))
             self.sample()
             self.execute(SchedulerOutput(finished_request_ids=["warm-up"]))
+        self._tensors.populate()  # last: it takes a core for a while
 
     def close(self) -> None:
         """Drop the model and the cache."""

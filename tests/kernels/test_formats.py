@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -160,3 +163,32 @@ def test_layers_of_one_position_share_memory_and_positions_do_not(name: str) -> 
             cache = tensors.layer(index)
             found = cache.format.read(cache, slot_T[:, None])[0].any()
             assert bool(found) == (position == 0)
+
+
+def test_populating_changes_no_content() -> None:
+    spec = KVCacheSpec(num_kv_heads=2, head_dim=64, head_dim_v=64, block_size=16, sliding_window=None, format="bfloat16")
+    tensors = KVTensors(make_layout([spec, spec], _page_bytes), 2000, "cpu")
+    cache = tensors.layer(1)
+    k_TGD, v_TGD = _random_kv(spec, 40)
+    slots_T = torch.arange(16, 56)
+    cache.format.write(k_TGD, v_TGD, cache, slots_T)
+    before = [torch.clone(x) for x in cache.format.read(cache, slots_T[None])]
+    tensors.populate(num_bytes=8 << 20)
+    for thread in threading.enumerate():
+        if thread.name == "populate":
+            thread.join()
+    assert all(torch.equal(x, y) for x, y in zip(cache.format.read(cache, slots_T[None]), before, strict=True))
+    assert _resident_bytes(tensors) >= 7 << 20
+
+
+def _resident_bytes(tensors: KVTensors) -> int:
+    """Of the mappings that hold the cache, as the system counts them."""
+    starts = {f"{cache.planes['k'].data_ptr():x}" for cache in map(tensors.layer, range(tensors.num_layers))}
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0] and ":" not in line.split()[0]:
+            first, _, end = line.split()[0].partition("-")
+            is_ours = any(int(first, 16) <= int(start, 16) < int(end, 16) for start in starts)
+        elif is_ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -54,7 +54,7 @@ def test_defaults_on_a_cpu() -> None:
         max_num_queued_tokens=None,
         long_prefill_token_threshold=0,
         enable_chunked_prefill=True,
-        max_num_mixed_tokens=32,
+        max_num_mixed_tokens=24,
         policy="fcfs",
         max_logprobs=20,
         logprobs_mode="raw_logprobs",
