@@ -63,13 +63,13 @@ static void unpack(int kind, const uint8_t* at, Unpacked& block) {
   }
 }
 
-// Puts input `i` of group's output `column` where `decode` looks for it. low, high: the group's nibbles and upper bits.
+// Puts input `i` of group's output `column` where `quads` looks for it. low, high: the group's nibbles and upper bits.
 HB_INLINE void put_quant(int kind, uint8_t quant, int i, int column, uint8_t* low, uint8_t* high) {
   if (kind == kQ8_0) {
-    low[i * kPanel + column] = quant;
+    low[(i / 4 * kPanel + column) * 4 + i % 4] = quant ^ 0x80;
     return;
   }
-  low[i / 2 * kPanel + column] |= (quant & 15) << (i & 1 ? 4 : 0);
+  low[(i / 8 * kPanel + column) * 4 + i % 4] |= (quant & 15) << (i & 4);
   if (kind == kQ6_K) high[i / 4 * kPanel + column] |= (quant >> 4) << (2 * (i & 3));
   else if (kind == kQ5_0 || kind == kQ5_1 || kind == kQ5_K) high[i / 8 * kPanel + column] |= (quant >> 4) << (i & 7);
 }

@@ -3,8 +3,8 @@
 // The outputs of a matrix are cut into panels of kPanel; a panel holds, input after input, the weights of its outputs side by
 // side. Quantised panels are cut along the inputs into groups that share a scale. Each format opens a group (its scales, as
 // vectors) and decodes one vector of weights at input `start + step` of it (start a multiple of 8, step below 8): in a kernel,
-// or ahead of it into float32. What comes out are the very numbers that the law's dequantiser makes: products of a scale and a
-// small integer are exact in float32.
+// or ahead of it into float32. What comes out are the very numbers that the law's dequantiser makes: of a product of a scale and a
+// small integer, and its sum with the minimum, only the result is rounded.
 #pragma once
 #include "program.h"
 #include "simd.h"
@@ -44,18 +44,43 @@ struct BF16Pairs : F32 {
   HB_INLINE V accumulate(V weight, V value, V acc) { return fma_pairs(weight, value, acc); }
 };
 
-// GGUF's types of one scale per 32 inputs. BITS 4, 5 or 8; with a minimum (x_1), or centred (x_0).
-// A group: scales (float16), minima, then nibble pairs (inputs 2i and 2i + 1 in a byte), then a byte of 8 inputs' fifth bits.
-template <int BITS, bool HAS_MIN> struct Blocks : InFloats {
-  static constexpr int kGroup = 32;
-  static constexpr int kScaleBytes = kPanel * (HAS_MIN ? 4 : 2);
-  static constexpr int kLowBytes = kPanel * (BITS == 8 ? 32 : 16);
-  static constexpr int kGroupBytes = kScaleBytes + kLowBytes + (BITS == 5 ? kPanel * 4 : 0);
+// Whole-numbered weights: a group has, for each output, a scale and a minimum, and its quants are unsigned, at most a byte.
+// Four inputs of an output lie side by side: `quads` gives them as the bytes of a word, for inputs start .. start + 3 of the group
+// (start a multiple of 4). Formats whose quants are signed in the file have an offset in their minimum.
+struct Whole : InFloats {
   static constexpr bool kIsDense = false;
   struct Group {
     const uint8_t* data;
     V scale[kVectors], minimum[kVectors];
   };
+  template <class F> HB_INLINE V number(const Group& group, int start, int step, int v) {
+    const U quant = F::quads(group, start + step / 4 * 4, v) >> (step % 4 * 8) & 255;
+    return fma(to_float((I)quant), group.scale[v], group.minimum[v]);
+  }
+  // Nibbles of 8 inputs to a word: the low ones are the first four.
+  HB_INLINE U nibbles(const uint8_t* low, int start, int v) {
+    const U word = read<U>(low + (start / 8 * kPanel + v * kLanes) * 4);
+    return (start & 4 ? word >> 4 : word) & 0x0f0f0f0f;
+  }
+  // The fifth bits of 4 inputs, from a byte of 8 inputs' bits.
+  HB_INLINE U fifth_bits(const uint8_t* high, int start, int v) {
+    const U byte = (U)from_u8(high + start / 8 * kPanel + v * kLanes), bits = (start & 4 ? byte >> 4 : byte) & 15;
+    return ((bits | bits << 7 | bits << 14 | bits << 21) & 0x01010101) << 4;
+  }
+  // The upper two bits of 4 inputs, from a byte of theirs.
+  HB_INLINE U upper_bits(const uint8_t* high, int start, int v) {
+    const U byte = (U)from_u8(high + start / 4 * kPanel + v * kLanes);
+    return ((byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303) << 4;
+  }
+};
+
+// GGUF's types of one scale per 32 inputs. BITS 4, 5 or 8; with a minimum (x_1), or centred (x_0).
+// A group: scales (float16), minima, then nibbles (8 inputs to a word) or bytes, then a byte of 8 inputs' fifth bits.
+template <int BITS, bool HAS_MIN> struct Blocks : Whole {
+  static constexpr int kGroup = 32;
+  static constexpr int kScaleBytes = kPanel * (HAS_MIN ? 4 : 2);
+  static constexpr int kLowBytes = kPanel * (BITS == 8 ? 32 : 16);
+  static constexpr int kGroupBytes = kScaleBytes + kLowBytes + (BITS == 5 ? kPanel * 4 : 0);
   HB_INLINE Group open(const uint8_t* panel, int index) {
     const uint8_t* at = panel + (int64_t)index * kGroupBytes;
     Group group;
@@ -64,20 +89,16 @@ template <int BITS, bool HAS_MIN> struct Blocks : InFloats {
     for (int v = 0; v < kVectors; v++) {
       group.scale[v] = from_f16(at + v * kLanes * 2);
       if (HAS_MIN) group.minimum[v] = from_f16(at + (kPanel + v * kLanes) * 2);
-      else if (BITS != 8) group.minimum[v] = group.scale[v] * splat(BITS == 4 ? -8.0f : -16.0f);
+      else group.minimum[v] = group.scale[v] * splat((float)-(1 << (BITS - 1)));
     }
     return group;
   }
-  HB_INLINE V decode(const Group& group, int start, int step, int v) {
-    if (BITS == 8) return to_float(from_i8(group.data + (start + step) * kPanel + v * kLanes)) * group.scale[v];
-    I quant = from_u8(group.data + ((start + step) / 2) * kPanel + v * kLanes);
-    quant = step & 1 ? (I)((U)quant >> 4) : quant & 15;
-    if (BITS == 5) {
-      I high = from_u8(group.data + kLowBytes + (start / 8) * kPanel + v * kLanes);
-      quant |= ((high >> step) & 1) << 4;
-    }
-    return fma(to_float(quant), group.scale[v], group.minimum[v]);
+  HB_INLINE U quads(const Group& group, int start, int v) {
+    if (BITS == 8) return read<U>(group.data + (start / 4 * kPanel + v * kLanes) * 4);
+    const U low = nibbles(group.data, start, v);
+    return BITS == 5 ? low | fifth_bits(group.data + kLowBytes, start, v) : low;
   }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) { return number<Blocks>(group, start, step, v); }
 };
 
 using Q4_0 = Blocks<4, false>;
@@ -88,16 +109,11 @@ using Q8_0 = Blocks<8, false>;
 
 // GGUF's Q4_K and Q5_K: 8 groups of 32 inputs share a float16 scale and minimum; each group has whole-numbered factors of them.
 // A super-block: scales, minima (float16), then per group factors of the scale and of the minimum (a byte each), and the quants.
-template <int BITS> struct SuperBlocks : InFloats {
+template <int BITS> struct SuperBlocks : Whole {
   static constexpr int kGroup = 32, kGroups = 8;
   static constexpr int kHeadBytes = kPanel * 4, kLowBytes = kPanel * 16;
   static constexpr int kGroupBytes = kPanel * 2 + kLowBytes + (BITS == 5 ? kPanel * 4 : 0);
   static constexpr int kSuperBytes = kHeadBytes + kGroups * kGroupBytes;
-  static constexpr bool kIsDense = false;
-  struct Group {
-    const uint8_t* data;
-    V scale[kVectors], minimum[kVectors];
-  };
   HB_INLINE Group open(const uint8_t* panel, int index) {
     const uint8_t* super = panel + (int64_t)(index / kGroups) * kSuperBytes;
     const uint8_t* at = super + kHeadBytes + (index % kGroups) * kGroupBytes;
@@ -110,46 +126,36 @@ template <int BITS> struct SuperBlocks : InFloats {
     }
     return group;
   }
-  HB_INLINE V decode(const Group& group, int start, int step, int v) {
-    I quant = from_u8(group.data + ((start + step) / 2) * kPanel + v * kLanes);
-    quant = step & 1 ? (I)((U)quant >> 4) : quant & 15;
-    if (BITS == 5) {
-      I high = from_u8(group.data + kLowBytes + (start / 8) * kPanel + v * kLanes);
-      quant |= ((high >> step) & 1) << 4;
-    }
-    return fma(to_float(quant), group.scale[v], group.minimum[v]);
+  HB_INLINE U quads(const Group& group, int start, int v) {
+    const U low = nibbles(group.data, start, v);
+    return BITS == 5 ? low | fifth_bits(group.data + kLowBytes, start, v) : low;
   }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) { return number<SuperBlocks>(group, start, step, v); }
 };
 
 // GGUF's Q6_K: 16 groups of 16 inputs share a float16 scale; each group has a signed factor of it.
-// A super-block: scales (float16), then per group a factor, nibble pairs, and bytes of 4 inputs' upper two bits.
-struct Q6K : InFloats {
+// A super-block: scales (float16), then per group a factor, nibbles, and bytes of 4 inputs' upper two bits.
+struct Q6K : Whole {
   static constexpr int kGroup = 16, kGroups = 16;
   static constexpr int kHeadBytes = kPanel * 2, kLowBytes = kPanel * 8;
   static constexpr int kGroupBytes = kPanel + kLowBytes + kPanel * 4;
   static constexpr int kSuperBytes = kHeadBytes + kGroups * kGroupBytes;
-  static constexpr bool kIsDense = false;
-  struct Group {
-    const uint8_t* data;
-    V scale[kVectors];
-  };
   HB_INLINE Group open(const uint8_t* panel, int index) {
     const uint8_t* super = panel + (int64_t)(index / kGroups) * kSuperBytes;
     const uint8_t* at = super + kHeadBytes + (index % kGroups) * kGroupBytes;
     Group group;
     group.data = at + kPanel;
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++)
+    for (int v = 0; v < kVectors; v++) {
       group.scale[v] = from_f16(super + v * kLanes * 2) * to_float(from_i8(at + v * kLanes));
+      group.minimum[v] = group.scale[v] * splat(-32.0f);
+    }
     return group;
   }
-  HB_INLINE V decode(const Group& group, int start, int step, int v) {
-    I quant = from_u8(group.data + ((start + step) / 2) * kPanel + v * kLanes);
-    quant = step & 1 ? (I)((U)quant >> 4) : quant & 15;
-    I high = from_u8(group.data + kLowBytes + ((start + step) / 4) * kPanel + v * kLanes);
-    quant |= ((high >> (2 * (step & 3))) & 3) << 4;
-    return to_float(quant - 32) * group.scale[v];
+  HB_INLINE U quads(const Group& group, int start, int v) {
+    return nibbles(group.data, start, v) | upper_bits(group.data + kLowBytes, start, v);
   }
+  HB_INLINE V decode(const Group& group, int start, int step, int v) { return number<Q6K>(group, start, step, v); }
 };
 
 }  // namespace HB_ISA
