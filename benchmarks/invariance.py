@@ -26,7 +26,7 @@ from halfbyte.kernels.cpu.abi import RowType  # noqa: E402
 from halfbyte.kernels.cpu.library import CpuEngine  # noqa: E402
 from halfbyte.kernels.cpu.program import INPUT, Program  # noqa: E402
 from halfbyte.kernels.cpu.weights import WeightMemory, pack_dense  # noqa: E402
-from halfbyte.model_runner.cpu_model import PAIR_ISAS  # noqa: E402
+from halfbyte.model_runner.cpu_model import NARROW_ISAS  # noqa: E402
 
 SHAPES = ((3072, 576), (576, 1536), (4096, 4096))
 ROWS = (1, 8, 32, 256)
@@ -65,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(arguments.num_threads)
     engine = CpuEngine(arguments.num_threads)
     results = []
-    for dtype in (torch.float32, torch.bfloat16) if engine.isa in PAIR_ISAS else (torch.float32,):
+    for dtype in (torch.float32, torch.bfloat16) if engine.isa in NARROW_ISAS else (torch.float32,):
         for num_outputs, num_inputs in SHAPES:
             weight = torch.randn(num_outputs, num_inputs).to(dtype)
             weights = [weight.clone() for _ in range(max(2, TOTAL_BYTES // weight.nbytes))]

@@ -9,6 +9,8 @@ Shape letters: T tokens, N rows that want logits, E hidden, V vocab, O outputs, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -27,30 +29,28 @@ from halfbyte.model_runner.layers.weights import LoadReport, MatrixModule, Weigh
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.source import ModelFiles
 
-# Instruction sets that multiply pairs of bfloat16
-PAIR_ISAS = frozenset({"avx512_bf16"})
+# Instruction sets that multiply pairs of bfloat16, and bytes four at a time
+NARROW_ISAS = frozenset({"avx512_bf16", "neon_bf16"})
 
 
 class PackingLoader:
     """Puts checkpoint tensors into a model: matrices packed, the rest copied.
 
     quantization: "auto" keeps GGUF's blocks and stores dense matrices in `dtype`; "none" stores all in `dtype`; "int8" all as
-    8-bit blocks. kinds: how many matrices are stored in which way.
+    8-bit blocks. pairs: dense ones for products in pairs. kinds: how many matrices are stored in which way.
     """
 
-    def __init__(
-        self, engine: CpuEngine, dtype: torch.dtype, quantization: str, *, product_type: RowType = RowType.FLOATS
-    ) -> None:
-        self.kinds: dict[str, int] = {}
+    def __init__(self, engine: CpuEngine, dtype: torch.dtype, quantization: str, *, pairs: bool = False) -> None:
+        self.kinds: dict[WeightKind, int] = {}
         self.keeps_blocks = quantization == "auto"
-        self.product_type = product_type
+        self._pairs = pairs
         self._engine = engine
         self._dtype = dtype
         self._int8 = quantization == "int8"
         self._memory = WeightMemory()
 
     def __str__(self) -> str:
-        return " ".join(f"{kind} x {count}" for kind, count in self.kinds.items())
+        return " ".join(f"{kind.name} x {count}" for kind, count in self.kinds.items())
 
     def put(self, target: WeightTarget, tensor: Tensor | GGUFRows) -> None:
         if not isinstance(target.module, MatrixModule) or target.name != "weight":
@@ -59,7 +59,7 @@ class PackingLoader:
             return
         matrix = self._pack(tensor)
         target.module.packed[target.start] = matrix
-        self.kinds[matrix.kind.name] = self.kinds.get(matrix.kind.name, 0) + 1
+        self.kinds[matrix.kind] = self.kinds.get(matrix.kind, 0) + 1
 
     def _pack(self, tensor: Tensor | GGUFRows) -> PackedMatrix:
         if isinstance(tensor, GGUFRows):
@@ -67,8 +67,7 @@ class PackingLoader:
         if self._int8 and tensor.shape[1] % 32 == 0:
             rows_OL = quantize_int8(self._engine, tensor.float())
             return pack_rows(self._engine, WeightKind.Q8_0, rows_OL, tensor.shape[1], self._memory)
-        pairs = self.product_type is RowType.BF16
-        return pack_dense(self._engine, tensor.to(self._dtype), self._memory, pairs=pairs)
+        return pack_dense(self._engine, tensor.to(self._dtype), self._memory, pairs=self._pairs)
 
 
 class CpuModel:
@@ -82,9 +81,9 @@ class CpuModel:
         self._caches: list[LayerCache] = []
         self._product_type = product_type
         self._head = Program(engine, product_type)
-        self._head.linear(INPUT, OUTPUT, model.head.matrices)
+        self._head.linear(self._head.rounded(INPUT, model.config.hidden_size), OUTPUT, model.head.matrices)
         self._best = Program(engine, product_type)
-        self._best.best(INPUT, OUTPUT, model.head.matrices[0])
+        self._best.best(self._best.rounded(INPUT, model.config.hidden_size), OUTPUT, model.head.matrices[0])
 
     @property
     def config(self) -> DecoderConfig:
@@ -116,31 +115,37 @@ class CpuModel:
 
     def compute_logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N, V] for the given rows only."""
-        return self.model.cap_logits(self._head.run(hidden_NE.shape[0], input_TE=self._product_input(hidden_NE)))
+        return self.model.cap_logits(self._head.run(hidden_NE.shape[0], input_TE=hidden_NE))
 
     def best_tokens(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's token of the greatest logit (int64 [N]; the first of equals) and that logit, without making the others.
 
         A row whose logits hold a NaN has NaN. A cap on the logits changes no order and is left out.
         """
-        best_N2 = self._best.run(hidden_NE.shape[0], input_TE=self._product_input(hidden_NE))
+        best_N2 = self._best.run(hidden_NE.shape[0], input_TE=hidden_NE)
         return best_N2.view(torch.int32)[:, 1].long(), best_N2[:, 0]
-
-    def _product_input(self, hidden_NE: Tensor) -> Tensor:
-        return hidden_NE.bfloat16() if self._product_type is RowType.BF16 else hidden_NE
 
     def close(self) -> None:
         """End the threads."""
         self.engine.close()
 
 
-def product_type(engine: CpuEngine, dtype: torch.dtype, quantization: str, *, is_gguf: bool) -> RowType:
-    """What products read: bfloat16 where all matrices are stored so and the machine multiplies pairs of it, else float32.
-
-    GGUF's blocks, int8 and everything on machines without such instructions are multiplied with float32 activations.
-    """
+def stores_pairs(engine: CpuEngine, dtype: torch.dtype, quantization: str, *, is_gguf: bool) -> bool:
+    """Whether dense matrices are stored to be multiplied in pairs: all are bfloat16, and the machine has such instructions."""
     is_all_bf16 = dtype is torch.bfloat16 and (quantization == "none" or (quantization == "auto" and not is_gguf))
-    return RowType.BF16 if is_all_bf16 and engine.isa in PAIR_ISAS else RowType.FLOATS
+    return is_all_bf16 and engine.isa in NARROW_ISAS
+
+
+def product_type(engine: CpuEngine, dtype: torch.dtype, kinds: Collection[WeightKind]) -> RowType:
+    """What products read, for matrices of these kinds.
+
+    bfloat16 for those stored in pairs. 8-bit blocks, each with its own scale, where all weights are whole numbers, the machine
+    multiplies bytes, and `dtype` asks for no more. float32 else.
+    """
+    if kinds and all(kind is WeightKind.BF16_PAIRS for kind in kinds):
+        return RowType.BF16
+    narrows = dtype is not torch.float32 and engine.isa in NARROW_ISAS
+    return RowType.INT8 if narrows and all(kind.is_whole for kind in kinds) else RowType.FLOATS
 
 
 def load_cpu_model(
@@ -149,8 +154,9 @@ def load_cpu_model(
     """The model on `settings.num_threads` threads, what loading did, and which kernels run."""
     dtype = getattr(torch, settings.dtype)
     engine = CpuEngine(settings.num_threads)
-    rows = product_type(engine, dtype, settings.quantization, is_gguf=files.kind == "gguf")
-    packing = PackingLoader(engine, dtype, settings.quantization, product_type=rows)
+    pairs = stores_pairs(engine, dtype, settings.quantization, is_gguf=files.kind == "gguf")
+    packing = PackingLoader(engine, dtype, settings.quantization, pairs=pairs)
     model, report = load_model(files, decoder, dtype, "cpu", settings.load_format, backend, packing)
+    rows = product_type(engine, dtype, packing.kinds)
     used = f"{engine.isa}, {engine.num_threads} threads; linear {packing}, {rows.name.lower()} activations"
     return CpuModel(model, engine, dtype, rows), report, used

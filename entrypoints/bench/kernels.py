@@ -24,6 +24,7 @@ from halfbyte.platform import detect_platform
 
 if TYPE_CHECKING:
     from halfbyte.kernels.attention.base import AttentionMetadata
+    from halfbyte.kernels.cpu.abi import RowType
     from halfbyte.kernels.cpu.library import CpuEngine
     from halfbyte.kernels.cpu.program import Program
     from halfbyte.kernels.cpu.weights import PackedMatrix
@@ -41,6 +42,7 @@ KERNEL_NAMES = ("linear", "embedding", "norm", "decode", "prefill")
 # bfloat16 weights against bfloat16 activations, on machines that multiply pairs of them
 PAIRS = WeightKind.BF16_PAIRS.name.lower()
 WEIGHTS = tuple(kind.name.lower() for kind in WeightKind)
+ACTIVATIONS = ("float32", "int8")
 DENSE_FORMATS = ("float32", "bfloat16", "float16")
 
 
@@ -53,6 +55,7 @@ class Plan:
     rows: tuple[int, ...] = (1, 4, 8, 32, 256)
     shapes: tuple[tuple[int, int], ...] = ((3072, 576), (576, 1536), (4096, 4096))
     heads: tuple[int, int, int] = (9, 3, 64)
+    activations: str = "float32"
     kv_cache_dtype: str = "bfloat16"
     decode: tuple[tuple[int, int], ...] = ((1, 128), (8, 128), (32, 128), (1, 4096), (8, 1024))
     prefill: tuple[tuple[int, int], ...] = ((1, 1024), (8, 128))
@@ -69,6 +72,11 @@ def _spelled(sizes: Sequence[Sequence[int]]) -> str:
 FLAGS = (
     Flag(name="kernels", help=f"of {', '.join(KERNEL_NAMES)} (default: {' '.join(_DEFAULT.kernels)})", kind="texts"),
     Flag(name="weights", help=f"of {', '.join(WEIGHTS)} (default: {' '.join(_DEFAULT.weights)})", kind="texts"),
+    Flag(
+        name="activations",
+        help=f"what whole-numbered weights are multiplied with (default: {_DEFAULT.activations})",
+        choices=lambda: ACTIVATIONS,
+    ),
     Flag(name="rows", help=f"tokens of a step (default: {' '.join(map(str, _DEFAULT.rows))})", kind="texts"),
     Flag(name="shape", help=f"matrices, OUTPUTSxINPUTS (default: {_spelled(_DEFAULT.shapes)})", kind="texts", field="shapes"),
     Flag(name="heads", help=f"QUERY_HEADSxKV_HEADSxHEAD_DIM of attention (default: {_spelled([_DEFAULT.heads])})"),
@@ -227,22 +235,26 @@ def linear(engine: CpuEngine, plan: Plan) -> Iterator[Case]:
             num_bytes=matrices[0].nbytes,
             num_flops=2 * num_rows * num_outputs * num_inputs,
         )
-        yield Case(work, len(matrices), _linear_runs(engine, matrices, num_rows))
+        yield Case(work, len(matrices), _linear_runs(engine, matrices, num_rows, plan.activations))
 
 
-def _linear_runs(engine: CpuEngine, matrices: Sequence[PackedMatrix], num_rows: int) -> MakeRun:
+def _linear_runs(engine: CpuEngine, matrices: Sequence[PackedMatrix], num_rows: int, activations: str) -> MakeRun:
     import torch
 
+    from halfbyte.kernels.cpu.abi import RowType
     from halfbyte.kernels.cpu.program import INPUT
+
+    rows = RowType.INT8 if activations == "int8" and matrices[0].kind.is_whole else RowType.FLOATS
 
     x_TE = torch.randn(num_rows, matrices[0].num_inputs)
     if matrices[0].kind is WeightKind.BF16_PAIRS:
         x_TE = x_TE.bfloat16()
 
     def make(first: int, num_ops: int) -> Callable[[], object]:
-        program, out = _program(engine, matrices[0].num_outputs)
+        program, out = _program(engine, matrices[0].num_outputs, rows)
+        rounded = program.rounded(INPUT, matrices[0].num_inputs)
         for matrix in matrices[first : first + num_ops]:
-            program.linear(INPUT, out, [matrix])
+            program.linear(rounded, out, [matrix])
         return lambda: program.run(num_rows, input_TE=x_TE)
 
     return make
@@ -419,11 +431,11 @@ def _num_copies(num_bytes: int) -> int:
     return -(-limits.READ_BYTES // num_bytes)
 
 
-def _program(engine: CpuEngine, width: int) -> tuple[Program, int]:
+def _program(engine: CpuEngine, width: int, *product_type: RowType) -> tuple[Program, int]:
     """An empty program, and the buffer into which its operations write."""
     from halfbyte.kernels.cpu.program import Program
 
-    program = Program(engine)
+    program = Program(engine, *product_type)
     return program, program.buffer("out", width)
 
 

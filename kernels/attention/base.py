@@ -44,7 +44,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One layer's attention. `sliding_window` w: position p sees p - w + 1 .. p. `soft_cap` c: scores become c * tanh(s / c)."""
+    """One layer's attention. `sliding_window` w: position p sees p - w + 1 .. p. `soft_cap` c: scores become c * tanh(s / c).
+
+    sinks: each head has a score of its own that takes part in the softmax and has no value.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -87,6 +90,10 @@ class AttentionBackend(Protocol):
         cache: LayerCache,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Writes K and V through the cache's format, then attends. Returns out_THD (v head dim) in q's dtype."""
+        """Writes K and V through the cache's format, then attends. Returns out_THD (v head dim) in q's dtype.
+
+        sinks_H: float32, for a spec with sinks.
+        """
         ...

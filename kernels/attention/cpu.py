@@ -49,8 +49,6 @@ class CpuBackend:
             return Refusal(f"the cpu attention back end does not run on {platform.device}", "leave --attention-backend out")
         if spec.num_heads % spec.num_kv_heads:
             return Refusal(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} kv heads evenly", "")
-        if spec.sinks:
-            return Refusal("attention sinks have no way into the cpu attention back end yet", "use a model without them")
         use_reference = "use --attention-backend reference"
         if kv_spec.format not in self.reads:
             return Refusal(f"the cpu attention back end does not read {kv_spec.format} KV", use_reference)
@@ -77,9 +75,10 @@ class CpuBackend:
         cache: LayerCache,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         qkv = torch.cat([q_THD.flatten(1), k_TGD.flatten(1), v_TGD.flatten(1)], 1).float()
         program = Program(_engine(granted_threads()))
-        program.attention(INPUT, OUTPUT, NO_ROTATION, spec, cache, 0)
+        program.attention(INPUT, OUTPUT, NO_ROTATION, spec, cache, 0, sinks_H=sinks_H)
         out = program.run(qkv.shape[0], input_TE=qkv, metadata=[metadata])
         return out.to(q_THD.dtype).view(-1, spec.num_heads, spec.head_dim_v)

@@ -63,8 +63,6 @@ class ReferenceBackend:
     def refuse(self, spec: AttentionSpec, kv_spec: KVCacheSpec, platform: Platform) -> Refusal | None:
         if spec.num_heads % spec.num_kv_heads:
             return Refusal(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} kv heads evenly", "")
-        if spec.sinks:
-            return Refusal("the reference attention back end has no attention sinks", "use a model without them")
         return None
 
     def prepare(self, metadata: AttentionMetadata, window: int | None) -> None:
@@ -78,17 +76,25 @@ class ReferenceBackend:
         cache: LayerCache,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         cache.format.write(k_TGD, v_TGD, cache, metadata.slot_mapping)
         out_THD = q_THD.new_zeros(q_THD.shape[0], spec.num_heads, spec.head_dim_v)
         for tile in metadata.plan:
             k_RLGD, v_RLGD = cache.format.read(cache, tile.slots_RL)
-            out_THD[tile.rows] = attend(q_THD[tile.rows], k_RLGD, v_RLGD, tile.hidden_RQL, spec).to(q_THD.dtype)
+            out_THD[tile.rows] = attend(q_THD[tile.rows], k_RLGD, v_RLGD, tile.hidden_RQL, spec, sinks_H).to(q_THD.dtype)
         return out_THD
 
 
-def attend(q_THD: Tensor, k_RLGD: Tensor, v_RLGD: Tensor, hidden_RQL: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """softmax(cap(scale * q k^T)) v of one tile, T = R * Q -> [T, H, D of v] in float32."""
+def attend(
+    q_THD: Tensor,
+    k_RLGD: Tensor,
+    v_RLGD: Tensor,
+    hidden_RQL: Tensor | None,
+    spec: AttentionSpec,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """softmax(cap(scale * q k^T)) v of one tile, T = R * Q -> [T, H, D of v] in float32. Sinks join the softmax uncapped."""
     num_requests, length, num_kv_heads, _ = k_RLGD.shape
     group = spec.num_heads // num_kv_heads
     q_RQGND = (q_THD.float() * spec.scale).view(num_requests, -1, num_kv_heads, group, spec.head_dim)
@@ -100,7 +106,12 @@ def attend(q_THD: Tensor, k_RLGD: Tensor, v_RLGD: Tensor, hidden_RQL: Tensor | N
     if hidden_RQL is not None:
         scores_RGNQL = scores_RGML.view(num_requests, num_kv_heads, group, num_queries, length)
         scores_RGNQL.masked_fill_(hidden_RQL[:, None, None], -torch.inf)
-    out_RGMD = scores_RGML.softmax(-1) @ v_RLGD.transpose(1, 2).float()
+    if sinks_H is None:
+        weights_RGML = scores_RGML.softmax(-1)
+    else:
+        sinks_GM1 = sinks_H.float().view(num_kv_heads, group, 1).expand(-1, -1, num_queries).reshape(num_kv_heads, -1, 1)
+        weights_RGML = torch.cat((scores_RGML, sinks_GM1.expand(num_requests, -1, -1, -1)), -1).softmax(-1)[..., :-1]
+    out_RGMD = weights_RGML @ v_RLGD.transpose(1, 2).float()
     out_RGNQD = out_RGMD.view(num_requests, num_kv_heads, group, num_queries, spec.head_dim_v)
     return out_RGNQD.permute(0, 3, 1, 2, 4).reshape(-1, spec.num_heads, spec.head_dim_v)
 

@@ -26,12 +26,18 @@ class WeightKind(IntEnum):
     Q6_K = 10
     BF16_PAIRS = 11
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether weights are whole numbers with scales, which can be multiplied with bytes."""
+        return self not in (WeightKind.F32, WeightKind.BF16, WeightKind.F16, WeightKind.BF16_PAIRS)
+
 
 class RowType(IntEnum):
     """What the rows of a buffer hold."""
 
     FLOATS = 0
     BF16 = 1
+    INT8 = 2
 
 
 class OpCode(IntEnum):
@@ -47,6 +53,7 @@ class OpCode(IntEnum):
     COMBINE = 7
     BEST = 8
     BEST_OF_PANELS = 9
+    ROUND = 10
 
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
@@ -116,6 +123,7 @@ class Op(Structure):
         ("num_matrices", c_int32),
         ("activation", c_int32),
         ("adds", c_int32),
+        ("in_type", c_int32),
         ("out_type", c_int32),
         ("eps", c_float),
         ("scale", c_float),

@@ -20,15 +20,17 @@ LIBRARY_NAME = "libhalfbyte_cpu.so"
 
 # -ffast-math would flush denormals and reorder sums; contraction would fuse multiplications and additions as it likes.
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-Wno-psabi")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *_AVX2)
 # The best first. Every name is one in `find` of csrc/api.cpp.
 ISA_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "avx512_bf16": ("-mavx512bf16", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-        "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
-        "avx2": ("-mavx2", "-mfma", "-mf16c"),
+        "avx512_bf16": ("-mavx512bf16", "-mavx512vnni", *_AVX512),
+        "avx512": _AVX512,
+        "avx2": _AVX2,
         "portable": (),
     },
-    "aarch64": {"neon": (), "portable": ("-DHB_PORTABLE",)},
+    "aarch64": {"neon_bf16": ("-march=armv8.2-a+fp16+dotprod+bf16+i8mm",), "neon": (), "portable": ("-DHB_PORTABLE",)},
 }
 COMPILERS = ("g++", "c++")
 

@@ -87,21 +87,44 @@ class Program:
     def linear(self, in_: int, out: int, matrices: Sequence[PackedMatrix], *, adds: bool = False) -> None:
         """out (+)= in W^T + bias, the outputs of `matrices` side by side. `in` holds rows of the product type."""
         self._note_output(out, sum(matrix.num_outputs for matrix in matrices))
-        self._add(OpCode.LINEAR, in_=in_, out=out, matrices=self._matrices(matrices), num_matrices=len(matrices), adds=adds)
+        self._add(
+            OpCode.LINEAR,
+            in_=in_,
+            in_type=self._product_type,
+            out=out,
+            matrices=self._matrices(matrices),
+            num_matrices=len(matrices),
+            adds=adds,
+        )
 
     def best(self, in_: int, out: int, matrix: PackedMatrix) -> None:
         """out [T, 2] = the greatest of in W^T and, as the bits of an int32, its number; the product is not kept."""
         self._note_output(out, 2)
         pairs = self.buffer("pairs", 2 * -(-matrix.num_outputs // self._engine.panel))
         matrices = self._matrices([matrix])
-        self._add(OpCode.BEST, in_=in_, out=pairs, matrices=matrices)
+        self._add(OpCode.BEST, in_=in_, in_type=self._product_type, out=pairs, matrices=matrices)
         self._add(OpCode.BEST_OF_PANELS, in_=pairs, out=out, matrices=matrices)
 
     def gated(self, in_: int, out: int, gate: PackedMatrix, up: PackedMatrix, activation: str) -> None:
         """out = activation(in gate^T) * (in up^T)."""
-        matrices = self._matrices([gate, up])
-        out_type = self._type_of_input(out)
-        self._add(OpCode.GATED, in_=in_, out=out, out_type=out_type, matrices=matrices, activation=ACTIVATIONS[activation])
+        self._add(
+            OpCode.GATED,
+            in_=in_,
+            in_type=self._product_type,
+            out=out,
+            out_type=self._type_of_result(out),
+            matrices=self._matrices([gate, up]),
+            activation=ACTIVATIONS[activation],
+        )
+        self._round_result(out, gate.num_outputs)
+
+    def rounded(self, in_: int, width: int) -> int:
+        """The buffer with the rows of `in_` as products read them; `in_` holds float32 [T, width]."""
+        if self._product_type is RowType.FLOATS:
+            return in_
+        out = self.buffer("rounded", width)
+        self._add(OpCode.ROUND, in_=in_, out=out, out_type=self._product_type, width=width)
+        return out
 
     def attention(
         self,
@@ -115,6 +138,7 @@ class Program:
         q_norm_D: Tensor | None = None,
         k_norm_D: Tensor | None = None,
         eps: float = 0.0,
+        sinks_H: Tensor | None = None,
     ) -> None:
         """Norms and rotates q and k in place, writes k and v into the cache, and attends: out = heads side by side.
 
@@ -122,6 +146,7 @@ class Program:
         """
         self._note_output(out, spec.num_heads * spec.head_dim_v)
         attention = self._keep(attention_structure(spec, cache, group))
+        attention.sinks = None if sinks_H is None else self._floats(sinks_H)
         pointer = ctypes.pointer(attention)
         self._add(
             OpCode.HEADS,
@@ -132,9 +157,11 @@ class Program:
             weight2=None if k_norm_D is None else self._floats(k_norm_D),
             eps=eps,
         )
-        out_type = self._type_of_input(out)
-        self._add(OpCode.ATTEND, in_=qkv, out=out, out_type=out_type, attention=pointer)
+        in_type = RowType.FLOATS if self._product_type is RowType.FLOATS else RowType.BF16
+        out_type = self._type_of_result(out)
+        self._add(OpCode.ATTEND, in_=qkv, in_type=in_type, out=out, out_type=out_type, attention=pointer)
         self._add(OpCode.COMBINE, out=out, out_type=out_type, attention=pointer)
+        self._round_result(out, spec.num_heads * spec.head_dim_v)
 
     def run(
         self,
@@ -146,7 +173,7 @@ class Program:
         rotaries: Sequence[RotaryInput] = (),
         metadata: Sequence[AttentionMetadata] = (),
     ) -> Tensor:
-        """OUTPUT as float32 [num_tokens, width]. input_TE: float32, or bfloat16 where products want that; token_ids_T and
+        """OUTPUT as float32 [num_tokens, width]. input_TE: what the first operation that reads INPUT wants; token_ids_T and
         positions_T: int64; metadata: one per KV group.
 
         A program needs those of them that its operations read.
@@ -188,6 +215,15 @@ class Program:
     def _type_of_input(self, buffer: int) -> RowType:
         """What is put into a buffer that products read; OUTPUT is float32."""
         return RowType.FLOATS if buffer == OUTPUT else self._product_type
+
+    def _type_of_result(self, buffer: int) -> RowType:
+        """The same for operations whose items hold parts of a row: these cannot be rounded to bytes one by one."""
+        found = self._type_of_input(buffer)
+        return RowType.FLOATS if found is RowType.INT8 else found
+
+    def _round_result(self, buffer: int, width: int) -> None:
+        if self._type_of_input(buffer) is RowType.INT8:
+            self._add(OpCode.ROUND, in_=buffer, out=buffer, out_type=RowType.INT8, width=width)
 
     def _note_output(self, out: int, width: int) -> None:
         if out == OUTPUT:

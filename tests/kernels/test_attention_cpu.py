@@ -70,8 +70,9 @@ def _metadata(block_size: int, seed: int) -> tuple[AttentionMetadata, list[torch
         AttentionSpec(4, 4, 80, 96, 0.1, sliding_window=40),
         AttentionSpec(8, 1, 128, 128, 0.08, soft_cap=20.0),
         AttentionSpec(6, 2, 24, 20, 0.2),
+        AttentionSpec(8, 2, 64, 64, 0.125, sliding_window=100, sinks=True),
     ],
-    ids=["grouped", "window", "capped", "narrow"],
+    ids=["grouped", "window", "capped", "narrow", "sinks"],
 )
 def test_outputs_and_cache_are_those_of_the_law(spec: AttentionSpec, name: str, block_size: int) -> None:
     metadata, slots = _metadata(block_size, seed=block_size)
@@ -81,6 +82,7 @@ def test_outputs_and_cache_are_those_of_the_law(spec: AttentionSpec, name: str, 
         for _, context in REQUESTS
     ]
     q_THD = torch.randn(sum(metadata.query_lens_host), spec.num_heads, spec.head_dim, generator=generator)
+    sinks_H = torch.randn(spec.num_heads, generator=generator) if spec.sinks else None
     outputs, caches = [], []
     for backend in (get_backend("reference"), get_backend("cpu")):
         cache = _cache(spec, name, block_size, backend.name, 1 + metadata.block_table.max().item())
@@ -88,7 +90,7 @@ def test_outputs_and_cache_are_those_of_the_law(spec: AttentionSpec, name: str, 
             cache.format.write(k_LGD[:-num], v_LGD[:-num], cache, slots_L[:-num])
         k_TGD, v_TGD = (torch.cat([one[i][-num:] for one, (num, _) in zip(history, REQUESTS, strict=True)]) for i in (0, 1))
         backend.prepare(metadata, spec.sliding_window)
-        outputs.append(backend.forward(q_THD, k_TGD, v_TGD, cache, metadata, spec))
+        outputs.append(backend.forward(q_THD, k_TGD, v_TGD, cache, metadata, spec, sinks_H))
         caches.append(cache)
     torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-5, atol=2e-5)
     for slots_L in slots:

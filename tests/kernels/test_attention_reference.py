@@ -253,10 +253,26 @@ def test_queries_of_model_dtype_come_back_in_it() -> None:
     torch.testing.assert_close(got.double(), batch.expected(0, 12, 12), rtol=1e-2, atol=1e-2)
 
 
-def test_refuses_sinks_and_uneven_heads() -> None:
+def test_refuses_uneven_heads() -> None:
     backend = get_backend("reference")
     kv_spec = Batch(SPECS["gqa3"], [1]).cache.spec
     platform = None  # the reference back end runs anywhere and does not look
     assert backend.refuse(SPECS["gqa3"], kv_spec, platform) is None  # type: ignore[arg-type]
     assert "5 heads" in str(backend.refuse(_spec(5, 2), kv_spec, platform))  # type: ignore[arg-type]
-    assert "sinks" in str(backend.refuse(_spec(sinks=True), kv_spec, platform))  # type: ignore[arg-type]
+
+
+def test_a_sink_takes_weight_and_has_no_value() -> None:
+    batch = Batch(SPECS["gqa3"], [9])
+    sequence, spec = batch.sequences[0], SPECS["gqa3"]
+    batch.step([(0, 9, 9)])
+    sinks_H = torch.linspace(-2, 3, spec.num_heads)
+    metadata = batch.metadata([(0, 9, 9)], batch.slots(0, 0, 9))
+    backend = get_backend("reference")
+    backend.prepare(metadata, spec.sliding_window)
+    kv = (sequence.q_LHD, sequence.k_LGD, sequence.v_LGD)
+    plain_THD, with_sinks_THD = (backend.forward(*kv, batch.cache, metadata, spec, sinks) for sinks in (None, sinks_H))
+    k_LHD = sequence.k_LGD.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+    scores_HQL = torch.einsum("qhd,lhd->hql", sequence.q_LHD * spec.scale, k_LHD)
+    scores_HQL = scores_HQL.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    total_QH = scores_HQL.exp().sum(-1).t()
+    torch.testing.assert_close(with_sinks_THD, plain_THD * (total_QH / (total_QH + sinks_H.exp()))[..., None])

@@ -14,7 +14,7 @@ import torch
 
 from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.cpu.library import CpuEngine
-from halfbyte.model_runner.cpu_model import CpuModel, PackingLoader, product_type
+from halfbyte.model_runner.cpu_model import CpuModel, PackingLoader, product_type, stores_pairs
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.source import ModelFiles
@@ -47,10 +47,10 @@ def load(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def on_kernels(files: ModelFiles, config: DecoderConfig, dtype: str) -> Any:
         torch_dtype = getattr(torch, dtype)
         engine = CpuEngine(num_threads=2)
-        rows = product_type(engine, torch_dtype, "auto", is_gguf=files.kind == "gguf")
-        packing = PackingLoader(engine, torch_dtype, "auto", product_type=rows)
+        pairs = stores_pairs(engine, torch_dtype, "auto", is_gguf=files.kind == "gguf")
+        packing = PackingLoader(engine, torch_dtype, "auto", pairs=pairs)
         model, report = load_model(files, config, dtype, "cpu", "auto", get_backend("cpu"), packing)
-        return CpuModel(model, engine, torch_dtype, rows), report
+        return CpuModel(model, engine, torch_dtype, product_type(engine, torch_dtype, packing.kinds)), report
 
     made = on_torch if request.param == "reference" else on_kernels
 

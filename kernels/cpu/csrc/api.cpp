@@ -7,11 +7,14 @@
 
 #include "program.h"
 #include "team.h"
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 #if defined(__x86_64__)
 extern "C" const Kernels hb_kernels_avx512_bf16, hb_kernels_avx512, hb_kernels_avx2;
 #elif defined(__aarch64__)
-extern "C" const Kernels hb_kernels_neon;
+extern "C" const Kernels hb_kernels_neon_bf16, hb_kernels_neon;
 #endif
 extern "C" const Kernels hb_kernels_portable;
 #define HB_EXPORT extern "C" __attribute__((visibility("default")))
@@ -19,6 +22,9 @@ extern "C" const Kernels hb_kernels_portable;
 namespace {
 
 constexpr int kSliceRows = 512;         // tokens that go through a program at a time; bounds its buffers
+#if defined(__aarch64__)
+constexpr unsigned long kBF16AndI8MM = 1UL << 14 | 1UL << 13;  // HWCAP2_BF16, HWCAP2_I8MM of Linux
+#endif
 constexpr int kQueryRows = 48;          // rows of an item of prefill
 
 const Kernels* find(const char* name) {
@@ -27,6 +33,7 @@ const Kernels* find(const char* name) {
   if (!std::strcmp(name, "avx512")) return &hb_kernels_avx512;
   if (!std::strcmp(name, "avx2")) return &hb_kernels_avx2;
 #elif defined(__aarch64__)
+  if (!std::strcmp(name, "neon_bf16")) return &hb_kernels_neon_bf16;
   if (!std::strcmp(name, "neon")) return &hb_kernels_neon;
 #endif
   return std::strcmp(name, "portable") ? nullptr : &hb_kernels_portable;
@@ -35,12 +42,14 @@ const Kernels* find(const char* name) {
 bool runs_here(const char* name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!std::strcmp(name, "avx512_bf16")) return runs_here("avx512") && __builtin_cpu_supports("avx512bf16");
+  if (!std::strcmp(name, "avx512_bf16")) return runs_here("avx512") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (!std::strcmp(name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c");
   if (!std::strcmp(name, "avx2"))
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#elif defined(__aarch64__)
+  if (!std::strcmp(name, "neon_bf16")) return (getauxval(AT_HWCAP2) & kBF16AndI8MM) == kBF16AndI8MM;
 #endif
   return find(name) != nullptr;
 }

@@ -69,9 +69,16 @@ HB_INLINE void norm_row(const float* x, const float* weight, int width, float ep
 // RMS norm of rows of `width`. Item: a token.
 static void norm(const Op& op, const Slice& slice, int64_t row, uint8_t* scratch) {
   float* out = row_of(slice, op.out, (int)row);
-  float* to = op.out_type == kBF16Rows ? (float*)scratch : out;
+  float* to = op.out_type == kFloats ? out : (float*)scratch;
   norm_row(row_of(slice, op.in, (int)row), op.weight, op.width, op.eps, op.adds, to);
-  if (op.out_type == kBF16Rows) put_bf16(to, op.width, (uint16_t*)out);
+  if (op.out_type != kFloats) put_row(op.out_type, to, op.width, out);
+}
+
+// out = rows of `in` as products want them; both may be the same buffer. Item: a token.
+static void round_row(const Op& op, const Slice& slice, int64_t row, uint8_t* scratch) {
+  const float* from = row_of(slice, op.in, (int)row);
+  if (op.in == op.out) from = (const float*)memcpy(scratch, from, op.width * 4);
+  put_row(op.out_type, from, op.width, row_of(slice, op.out, (int)row));
 }
 
 // How the rows and panels of a product are cut into items.
@@ -131,7 +138,7 @@ static void linear(const Op& op, const Slice& slice, int64_t item, uint8_t* scra
   const int64_t ldx = stride_of(slice, op.in);
   for (int row = start; row < end; row += kBlockRows) {
     int rows = end - row < kBlockRows ? end - row : kBlockRows;
-    kFormats[w->kind].multiply(*w, panel, panels, rows, row_of(slice, op.in, row), ldx, y, panels * kPanel, piece);
+    multiply_of(*w, op.in_type)(*w, panel, panels, rows, row_of(slice, op.in, row), ldx, y, panels * kPanel, piece);
     for (int r = 0; r < rows; r++)
       put(y + r * panels * kPanel, w->bias ? w->bias + column : nullptr, width, op.adds,
           row_of(slice, op.out, row + r) + w->first_column + column);
@@ -148,7 +155,7 @@ static void best(const Op& op, const Slice& slice, int64_t item, uint8_t* scratc
   float *piece = (float*)scratch, *y = piece + kPieceInputs * kPanel;
   for (int row = part.first_row; row < part.end_row; row += kBlockRows) {
     int rows = part.end_row - row < kBlockRows ? part.end_row - row : kBlockRows;
-    kFormats[w.kind].multiply(w, part.panel, part.panels, rows, row_of(slice, op.in, row), stride_of(slice, op.in), y, wide, piece);
+    multiply_of(w, op.in_type)(w, part.panel, part.panels, rows, row_of(slice, op.in, row), stride_of(slice, op.in), y, wide, piece);
     for (int r = 0; r < rows; r++) {
       float *scores = y + r * wide, *to = row_of(slice, op.out, row + r) + 2 * part.panel;
       V nan = {};  // a number minus itself is 0, anything else is none
@@ -197,8 +204,8 @@ static void gated(const Op& op, const Slice& slice, int64_t item, uint8_t* scrat
   for (int row = start; row < end; row += kBlockRows) {
     int rows = end - row < kBlockRows ? end - row : kBlockRows;
     const float* x = row_of(slice, op.in, row);
-    kFormats[gate.kind].multiply(gate, panel, panels, rows, x, ldx, g, wide, piece);
-    kFormats[up.kind].multiply(up, panel, panels, rows, x, ldx, u, wide, piece);
+    multiply_of(gate, op.in_type)(gate, panel, panels, rows, x, ldx, g, wide, piece);
+    multiply_of(up, op.in_type)(up, panel, panels, rows, x, ldx, u, wide, piece);
     for (int r = 0; r < rows; r++) {
       float *gr = g + r * wide, *ur = u + r * wide;
       if (gate.bias) put(gr, gate.bias + column, width, false, gr);
@@ -257,10 +264,10 @@ static const CacheKernels kCaches[] = {HB_CACHE(DenseKV<kCacheF32>), HB_CACHE(De
                                        HB_CACHE(WidePairKV)};
 static const CacheKernels kPairCache = HB_CACHE(PairKV);
 
-// Those of the operation's cache; where products are in pairs of bfloat16, so are those of attention if the cache holds pairs.
+// Those of the operation's cache; pairs are multiplied as such where the operation rounds its queries and weights to bfloat16.
 HB_INLINE const CacheKernels& cache_of(const Op& op) {
   const int format = op.attention->cache.format;
-  return format == kCacheBF16Pairs && op.out_type == kBF16Rows ? kPairCache : kCaches[format];
+  return format == kCacheBF16Pairs && op.in_type == kBF16Rows ? kPairCache : kCaches[format];
 }
 
 static int64_t num_items(const Op& op, const Slice& slice) {
@@ -291,6 +298,7 @@ static void run_item(const Op& op, const Slice& slice, int64_t item, uint8_t* sc
     case kCombine: return combine(op, slice, item, scratch);
     case kBest: return best(op, slice, item, scratch);
     case kBestOfPanels: return best_of_panels(op, slice, item);
+    case kRound: return round_row(op, slice, item, scratch);
   }
 }
 

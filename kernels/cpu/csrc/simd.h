@@ -10,6 +10,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #if defined(__aarch64__) && !defined(HB_PORTABLE)  // every machine of it has NEON; HB_PORTABLE compiles the rest for tests
 #define HB_NEON
 #endif
@@ -117,11 +120,27 @@ HB_INLINE V from_f16(const void* from) {
 HB_INLINE V fma_pairs(V a, V b, V acc) {
 #if defined(__AVX512BF16__)
   return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (V)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   const U upper = U{} + 0xffff0000u;
   return fma((V)((U)a & upper), (V)((U)b & upper), fma((V)((U)a << 16), (V)((U)b << 16), acc));
 #endif
 }
+
+// acc + the products of unsigned bytes with signed ones, four to a lane. No sum of four needs more than 17 bits.
+HB_INLINE I dot_bytes(U a, I b, I acc) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (I)vusdotq_s32((int32x4_t)acc, (uint8x16_t)a, (int8x16_t)b);
+#else
+  for (int shift = 0; shift < 32; shift += 8) acc += (I)(a >> shift & 255) * (b << (24 - shift) >> 24);
+  return acc;
+#endif
+}
+
+HB_INLINE I splat_word(const void* word) { return (I)splat(read<float>(word)); }
 
 // Rounds to bfloat16, to nearest even. A NaN stays one.
 HB_INLINE void store_bf16(uint16_t* to, V value) {

@@ -157,7 +157,7 @@ class Sequence {
     const Step step{.token_ids = tokens.data(), .groups = &group, .num_tokens = (int)tokens.size(), .num_requests = (int)requests.size(), .num_groups = 1};
     const int width = heads_.num_heads * heads_.dim_v;
     const Floats found = run({{.code = kEmbed, .out = 0, .scale = 1.0f, .matrices = &matrix},
-                              {.code = kAttend, .in = 0, .out = kOutput, .out_type = type, .attention = &attention},
+                              {.code = kAttend, .in = 0, .out = kOutput, .in_type = type, .out_type = type, .attention = &attention},
                               {.code = kCombine, .out = kOutput, .out_type = type, .attention = &attention}},
                              step, type == kFloats ? width : width / 2, {{qkv_.data(), heads_.width()}});
     for (size_t row = 0; row < tokens.size(); row++) {

@@ -6,6 +6,7 @@
 // bounds of float32 rounding, not guesses. Prints a line per failure and exits with 1 if there is any.
 #include <numeric>
 
+#include "bytes.h"
 #include "paged.h"
 #include "formats.h"
 #include "harness.h"
@@ -188,12 +189,15 @@ void test_products() {
     test_embed(format, few);
     test_best(format, few);
     for (int activation : {kSilu, kGeluTanh}) test_gated(format, few, activation);
+    if (!is_dense) test_dots(format, few), test_dots(format, format.inputs == 32 ? 288 : 768);
   }
 }
 
 void test_rows() {
   subject = prefix + "norm";
   for (int width : {1, 37, 64, 578}) test_norm(width);
+  subject = prefix + "rounding to bytes";
+  for (int width : {32, 576}) test_rounding(width);
   subject = prefix + "sampling";
   for (int width : {5, 1000, 49153}) test_sampling(width);
   subject = prefix + "quantize_q8_0";
@@ -229,7 +233,7 @@ void test_isa(const std::string& isa) {
 
 int main(int count, char** arguments) {
   std::vector<std::string> names(arguments + 1, arguments + count);
-  if (names.empty()) names = {"avx512_bf16", "avx512", "avx2", "neon", "portable"};
+  if (names.empty()) names = {"avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable"};
   for (const std::string& isa : names) {
     const bool runs = hb_runs_here(isa.c_str());
     if (runs) test_isa(isa);
