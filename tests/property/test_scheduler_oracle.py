@@ -44,6 +44,7 @@ class Oracle:
     computed: dict[str, int] = field(default_factory=dict)  # running requests only
     promised: dict[str, int] = field(default_factory=dict)  # tokens known when it was admitted
     waiting: set[str] = field(default_factory=set)
+    prompt_budget: int = 0  # what the last step left of it
 
     def add(self, source: EngineRequest) -> None:
         by_priority = self.config.policy == "priority"
@@ -59,6 +60,9 @@ class Oracle:
     def check_step(self, step: SchedulerOutput) -> None:
         counts, config = step.num_scheduled_tokens, self.config
         victims = step.preempted_request_ids
+        decodes = any(self.known[request_id] - count == 1 for request_id, count in self.computed.items())
+        is_mixed = bool(config.max_num_mixed_tokens) and decodes
+        self.prompt_budget = config.max_num_mixed_tokens if is_mixed else config.max_num_batched_tokens
         assert sum(counts.values()) <= config.max_num_batched_tokens
         assert bool(counts) == bool(self.known), "each step makes progress while there is work"
         for request_id in victims:
@@ -71,7 +75,7 @@ class Oracle:
         for row in step.grown_rows:
             assert self.computed[row.request_id] == row.num_computed_tokens
         idle = self.computed.keys() - counts.keys()
-        assert not idle or (sum(counts.values()) == config.max_num_batched_tokens and not step.new_rows), "running first"
+        is_full = sum(counts.values()) == config.max_num_batched_tokens
         for row in step.new_rows:
             assert self.rank[row.request_id] == min(self.rank[w] for w in self.waiting), "nobody is overtaken"
             assert len(row.token_ids) == self.known[row.request_id]
@@ -84,12 +88,20 @@ class Oracle:
         budget = config.max_num_batched_tokens
         for request_id, count in counts.items():
             open_tokens = self.known[request_id] - self.computed[request_id]
+            is_prompt = open_tokens > 1
             assert 1 <= count <= open_tokens
             if config.long_prefill_token_threshold and config.enable_chunked_prefill and len(self.known) > 1:
                 open_tokens = min(open_tokens, config.long_prefill_token_threshold)
+            if open_tokens > 1:
+                open_tokens = min(open_tokens, self.prompt_budget)
             assert count <= open_tokens
             assert victims or count == min(open_tokens, budget), "no budget is wasted"
             budget -= count
+            if is_prompt:
+                self.prompt_budget -= count
+        for request_id in idle:
+            holds_back = self.known[request_id] - self.computed[request_id] > 1 and self.prompt_budget == 0
+            assert holds_back or (is_full and not step.new_rows), "running first"
 
     def check_admission(self, step: SchedulerOutput, scheduler: Scheduler) -> None:
         """Full attention only, where the arithmetic is short: who was admitted fits as a whole, who was left does not."""
@@ -109,6 +121,7 @@ class Oracle:
             shared = sum(manager.pool.num_references(block) > 0 for table in match.block_ids for block in table)
             needed = -(-self.known[head.request_id] // size) * blocks - shared
             too_big = not self.config.enable_chunked_prefill and self.known[head.request_id] - match.num_tokens > budget
+            too_big |= self.prompt_budget == 0 and self.known[head.request_id] - match.num_tokens > 1
             assert too_big or needed + owed > manager.num_free_blocks, "nobody waits without a reason"
 
     def take_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -158,6 +171,7 @@ def scenarios(draw: st.DrawFn) -> tuple[SchedulerConfig, KVCacheManager, int, li
         max_num_queued_tokens=None,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 3])),
         enable_chunked_prefill=chunked,
+        max_num_mixed_tokens=draw(st.sampled_from([0, 0, 1, 2, 5])) if chunked else 0,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         max_logprobs=20,
         logprobs_mode="raw_logprobs",
