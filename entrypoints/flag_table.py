@@ -18,6 +18,7 @@ from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.log import LEVELS
 from halfbyte.platform import DEVICES
 from halfbyte.resolve import (
+    CPU_ACTIVATIONS,
     DTYPE_ALIASES,
     DTYPES,
     LOAD_FORMATS,
@@ -143,6 +144,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         "how weights are stored: auto as in the file, none unpacked to --dtype, int8 in 8-bit blocks (CPU)",
         choices=lambda: QUANTIZATIONS,
         short="-q",
+    ),
+    _model(
+        "cpu-activations",
+        "what packed and int8 weights are multiplied with on a CPU: auto keeps the answers, int8 is faster and shifts them",
+        choices=lambda: CPU_ACTIVATIONS,
     ),
     _model("device", "where the model runs", choices=lambda: DEVICES),
     _model("max-model-len", "longest prompt plus answer in tokens; auto fits the memory (default: the model's)", kind="length"),

@@ -30,6 +30,7 @@ class EngineOptions:
     hf_overrides: Mapping[str, Any] | None = None
     dtype: str = "auto"
     quantization: str = "auto"
+    cpu_activations: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     seed: int | None = None
@@ -67,6 +68,7 @@ class ModelConfig:
     hf_overrides: Mapping[str, Any]
     dtype: DType
     quantization: str
+    cpu_activations: str
     device: str
     max_model_len: int
     seed: int | None

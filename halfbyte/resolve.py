@@ -19,6 +19,7 @@ AUTO_FIT = -1
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES: Mapping[str, str] = {"half": "float16", "float": "float32"}
 QUANTIZATIONS = ("auto", "none", "int8")
+CPU_ACTIVATIONS = ("auto", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -139,9 +140,11 @@ def _refusals(
     """Everything in the options that this build or machine does not have."""
     found = [kv_cache_dtype_refusal(_plain(options.kv_cache_dtype), kv_formats), load_format_refusal(options.load_format)]
     _one_of("attention_backend", options.attention_backend, ("auto", *attention_backends))
-    if options.quantization == "int8" and (platform.device != "cpu" or _backend(options, attention_backends) != "cpu"):
-        fix = "leave --quantization out, or use --device cpu with the cpu attention back end"
-        found.append(Refusal("--quantization int8 needs the compiled CPU kernels", fix))
+    for name in ("quantization", "cpu_activations"):
+        is_compiled = platform.device == "cpu" and _backend(options, attention_backends) == "cpu"
+        if getattr(options, name) == "int8" and not is_compiled:
+            fix = f"leave {flag_of(name)} out, or use --device cpu with the cpu attention back end"
+            found.append(Refusal(f"{flag_of(name)} int8 needs the compiled CPU kernels", fix))
     if platform.capability is not None and platform.capability < MIN_CUDA_CAPABILITY:
         wanted, got = (f"{major}.{minor}" for major, minor in (MIN_CUDA_CAPABILITY, platform.capability))
         found.append(Refusal(f"{platform.name} has compute capability {got}, {wanted} is the least", "use --device cpu"))
@@ -164,6 +167,7 @@ def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform
         hf_overrides=pick("hf_overrides", options.hf_overrides, {}),
         dtype=cast(DType, pick("dtype", None if asked == "auto" else asked, dtype, dtype_origin)),
         quantization=pick("quantization", _given_choice(options, "quantization", QUANTIZATIONS), QUANTIZATIONS[0]),
+        cpu_activations=pick("cpu_activations", _given_choice(options, "cpu_activations", CPU_ACTIVATIONS), CPU_ACTIVATIONS[0]),
         device=pick("device", None if options.device == "auto" else platform.device, platform.device, "platform"),
         max_model_len=_max_model_len(options, facts, pick),
         seed=pick("seed", _count(options, "seed", -(2**63), 2**63 - 1), None),
@@ -287,6 +291,7 @@ def _check_types(options: EngineOptions) -> None:
         "load_format",
         "dtype",
         "quantization",
+        "cpu_activations",
         "device",
         "kv_cache_dtype",
         "scheduling_policy",

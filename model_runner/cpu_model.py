@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.config import ModelConfig
+from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.attention.base import AttentionBackend, AttentionSpec
 from halfbyte.kernels.cpu.abi import RowType, WeightKind
 from halfbyte.kernels.cpu.library import CpuEngine
@@ -136,16 +137,24 @@ def stores_pairs(engine: CpuEngine, dtype: torch.dtype, quantization: str, *, is
     return is_all_bf16 and engine.isa in NARROW_ISAS
 
 
-def product_type(engine: CpuEngine, dtype: torch.dtype, kinds: Collection[WeightKind]) -> RowType:
-    """What products read, for matrices of these kinds.
+def product_type(engine: CpuEngine, dtype: torch.dtype, kinds: Collection[WeightKind], activations: str = "auto") -> RowType:
+    """What products read, for matrices of these kinds. UnsupportedError when `activations` "int8" cannot be.
 
-    bfloat16 for those stored in pairs. 8-bit blocks, each with its own scale, where all weights are whole numbers, the machine
-    multiplies bytes, and `dtype` asks for no more. float32 else.
+    bfloat16 for those stored in pairs. Whole numbers of 16 bits in blocks of 32 (or 8 bits, where asked for), each with its own
+    scale, where all weights are whole numbers, the machine multiplies bytes, and `dtype` asks for no more. float32 else.
     """
-    if kinds and all(kind is WeightKind.BF16_PAIRS for kind in kinds):
-        return RowType.BF16
-    narrows = dtype is not torch.float32 and engine.isa in NARROW_ISAS
-    return RowType.INT8 if narrows and all(kind.is_whole for kind in kinds) else RowType.FLOATS
+    floating = sorted({kind.name.lower() for kind in kinds if not kind.is_whole})
+    reasons = [
+        (engine.isa not in NARROW_ISAS, f"{engine.isa} does not multiply bytes four at a time", "leave --cpu-activations out"),
+        (dtype is torch.float32, "--dtype float32 computes in float32", "use --dtype bfloat16"),
+        (bool(floating), f"weights are stored as {', '.join(floating)}", "use a quantised GGUF file or --quantization int8"),
+    ]
+    refusals = [Refusal(f"--cpu-activations int8: {reason}", fix) for holds, reason, fix in reasons if holds]
+    if not refusals:
+        return RowType.INT8 if activations == "int8" else RowType.INT16
+    if activations == "int8":
+        raise UnsupportedError(*refusals)
+    return RowType.BF16 if kinds and all(kind is WeightKind.BF16_PAIRS for kind in kinds) else RowType.FLOATS
 
 
 def load_cpu_model(
@@ -157,6 +166,6 @@ def load_cpu_model(
     pairs = stores_pairs(engine, dtype, settings.quantization, is_gguf=files.kind == "gguf")
     packing = PackingLoader(engine, dtype, settings.quantization, pairs=pairs)
     model, report = load_model(files, decoder, dtype, "cpu", settings.load_format, backend, packing)
-    rows = product_type(engine, dtype, packing.kinds)
+    rows = product_type(engine, dtype, packing.kinds, settings.cpu_activations)
     used = f"{engine.isa}, {engine.num_threads} threads; linear {packing}, {rows.name.lower()} activations"
     return CpuModel(model, engine, dtype, rows), report, used

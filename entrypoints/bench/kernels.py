@@ -42,7 +42,7 @@ KERNEL_NAMES = ("linear", "embedding", "norm", "decode", "prefill")
 # bfloat16 weights against bfloat16 activations, on machines that multiply pairs of them
 PAIRS = WeightKind.BF16_PAIRS.name.lower()
 WEIGHTS = tuple(kind.name.lower() for kind in WeightKind)
-ACTIVATIONS = ("float32", "int8")
+ACTIVATIONS = {"float32": "FLOATS", "int8": "INT8", "int16": "INT16"}  # to names of RowType
 DENSE_FORMATS = ("float32", "bfloat16", "float16")
 
 
@@ -75,7 +75,7 @@ FLAGS = (
     Flag(
         name="activations",
         help=f"what whole-numbered weights are multiplied with (default: {_DEFAULT.activations})",
-        choices=lambda: ACTIVATIONS,
+        choices=lambda: tuple(ACTIVATIONS),
     ),
     Flag(name="rows", help=f"tokens of a step (default: {' '.join(map(str, _DEFAULT.rows))})", kind="texts"),
     Flag(name="shape", help=f"matrices, OUTPUTSxINPUTS (default: {_spelled(_DEFAULT.shapes)})", kind="texts", field="shapes"),
@@ -244,7 +244,7 @@ def _linear_runs(engine: CpuEngine, matrices: Sequence[PackedMatrix], num_rows: 
     from halfbyte.kernels.cpu.abi import RowType
     from halfbyte.kernels.cpu.program import INPUT
 
-    rows = RowType.INT8 if activations == "int8" and matrices[0].kind.is_whole else RowType.FLOATS
+    rows = RowType[ACTIVATIONS[activations]] if matrices[0].kind.is_whole else RowType.FLOATS
 
     x_TE = torch.randn(num_rows, matrices[0].num_inputs)
     if matrices[0].kind is WeightKind.BF16_PAIRS:

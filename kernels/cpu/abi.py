@@ -38,6 +38,7 @@ class RowType(IntEnum):
     FLOATS = 0
     BF16 = 1
     INT8 = 2
+    INT16 = 3
 
 
 class OpCode(IntEnum):

@@ -217,13 +217,13 @@ class Program:
         return RowType.FLOATS if buffer == OUTPUT else self._product_type
 
     def _type_of_result(self, buffer: int) -> RowType:
-        """The same for operations whose items hold parts of a row: these cannot be rounded to bytes one by one."""
+        """The same for operations whose items hold parts of a row: these cannot be rounded to whole numbers one by one."""
         found = self._type_of_input(buffer)
-        return RowType.FLOATS if found is RowType.INT8 else found
+        return RowType.FLOATS if found in (RowType.INT8, RowType.INT16) else found
 
     def _round_result(self, buffer: int, width: int) -> None:
-        if self._type_of_input(buffer) is RowType.INT8:
-            self._add(OpCode.ROUND, in_=buffer, out=buffer, out_type=RowType.INT8, width=width)
+        if (wanted := self._type_of_input(buffer)) is not self._type_of_result(buffer):
+            self._add(OpCode.ROUND, in_=buffer, out=buffer, out_type=wanted, width=width)
 
     def _note_output(self, out: int, width: int) -> None:
         if out == OUTPUT:

@@ -1,6 +1,7 @@
 """The compiled CPU kernels: the same bits of tokens and log probabilities in every batch, cut and state of the prefix cache.
 
-In every precision that the demo model runs in here: packed 4-bit blocks, bfloat16, float16, float32 and 8-bit blocks.
+In every precision that the demo model runs in here: packed 4-bit blocks with activations of 16 and 8 bits, bfloat16, float16,
+float32 and 8-bit blocks.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any, TypeAlias
 import pytest
 
 from halfbyte import LLM, RequestOutput, SamplingParams
-from halfbyte.kernels.cpu.library import KernelsMissing, load
+from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.cpu.library import KernelsMissing, instruction_sets
+from halfbyte.model_runner.cpu_model import NARROW_ISAS
 
 try:
-    load()
+    instruction_sets()
 except KernelsMissing as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
@@ -30,6 +33,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "quantization": "none"},
     "int8": {"quantization": "int8"},
 }
+narrow = pytest.mark.skipif(instruction_sets()[0] not in NARROW_ISAS, reason="this machine does not multiply bytes")
+EVERY = [*PRECISIONS.values(), pytest.param({"cpu_activations": "int8"}, marks=narrow)]
 
 Answer: TypeAlias = tuple[list[int], list[dict[int, float]]]
 
@@ -56,9 +61,10 @@ def in_batches(llm: LLM, size: int) -> list[Answer]:
     return [answer for batch in batches for answer in answers(llm.generate(batch, ASK, use_tqdm=False))][: len(PROMPTS)]
 
 
-@pytest.fixture(scope="module", params=PRECISIONS)
+@pytest.fixture(scope="module", params=EVERY, ids=[*PRECISIONS, "8-bit activations"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return PRECISIONS[str(request.param)]
+    found: dict[str, Any] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,31 @@ def test_packed_blocks_give_the_bits_of_unpacked_ones() -> None:
         with open_llm({"dtype": "float32", "quantization": quantization}, enable_prefix_caching=False) as llm:
             found.append(in_batches(llm, 8))
     assert found[0] == found[1]
+
+
+@narrow
+def test_activations_of_16_bits_keep_the_answers() -> None:
+    """Beside float32 throughout: the same tokens, and log probabilities nearer than bfloat16 could tell logits of 2 apart."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        with open_llm({"dtype": dtype, "kv_cache_dtype": "float32"}, enable_prefix_caching=False) as llm:
+            found.append(in_batches(llm, 8))
+    assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+    pairs = [(x, y) for (_, wide), (_, narrow) in zip(*found, strict=True) for x, y in zip(wide, narrow, strict=True)]
+    assert max(abs(x[token] - y[token]) for x, y in pairs for token in x.keys() & y.keys()) < 2**-7
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float32"}, "--dtype float32 computes in float32"),
+        ({"quantization": "none"}, "weights are stored as bf16"),
+    ],
+    ids=["dtype", "weights"],
+)
+def test_activations_of_8_bits_are_refused_where_nothing_uses_them(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--cpu-activations int8: .*{reason}"):
+        open_llm(options, cpu_activations="int8")
 
 
 def test_batches_of_2_8_and_32(options: dict[str, Any], alone: list[Answer]) -> None:

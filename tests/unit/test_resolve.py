@@ -34,6 +34,7 @@ def test_defaults_on_a_cpu() -> None:
         hf_overrides={},
         dtype="bfloat16",
         quantization="auto",
+        cpu_activations="auto",
         device="cpu",
         max_model_len=8192,
         seed=None,
@@ -91,6 +92,7 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "hf_overrides": {"rope_theta": 1},
         "dtype": "float32",
         "quantization": "none",
+        "cpu_activations": "int8",
         "device": "cpu",
         **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), False),
         "scheduling_policy": "priority",
@@ -101,7 +103,8 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
     }
     if option in ("hf_token", "download_dir"):
         return
-    found = resolved(**{option: changed.get(option, 32)})
+    back_ends = {"attention_backends": ("cpu", "reference")} if option == "cpu_activations" else {}
+    found = resolve(EngineOptions(**{option: changed.get(option, 32)}), FACTS, CPU, **back_ends)
     assert found != resolved() or found.origins != resolved().origins
     assert "flag" in found.origins.values()
 
@@ -137,11 +140,12 @@ def test_compiled_kernels_keep_16_bit_weights_on_any_cpu() -> None:
 
 
 @pytest.mark.parametrize("platform", [CPU, GPU])
-def test_int8_needs_the_compiled_kernels(platform: Platform) -> None:
-    options = EngineOptions(quantization="int8")
+@pytest.mark.parametrize("name", ["quantization", "cpu_activations"])
+def test_int8_needs_the_compiled_kernels(name: str, platform: Platform) -> None:
+    options = EngineOptions(**{name: "int8"})
     if platform is CPU:
-        assert resolve(options, FACTS, CPU, attention_backends=("cpu", "reference")).model.quantization == "int8"
-    with pytest.raises(UnsupportedError, match="--quantization int8 needs the compiled CPU kernels"):
+        assert getattr(resolve(options, FACTS, CPU, attention_backends=("cpu", "reference")).model, name) == "int8"
+    with pytest.raises(UnsupportedError, match=f"{flag_of(name)} int8 needs the compiled CPU kernels"):
         resolve(options, FACTS, platform, attention_backends=("reference",))
 
 

@@ -2,8 +2,8 @@
 //
 // One order of arithmetic for every number of rows: each output is one chain of fused multiply-adds over the inputs in turn.
 // Rows are cut into tiles only to share the loads of weights, so a row's bits do not depend on its neighbours. A chain may be
-// put down in y and taken up again (the inputs of a long panel come in pieces), which changes no bit either. Of rows of bytes, the chain
-// is over groups of inputs, whose own sums are whole numbers.
+// put down in y and taken up again (the inputs of a long panel come in pieces), which changes no bit either. Of rows of whole numbers, the
+// chain is over groups of inputs, whose own sums are whole numbers.
 #pragma once
 #include "program.h"
 #include "rows.h"
@@ -14,7 +14,7 @@ namespace HB_ISA {
 constexpr int kPieceInputs = 256;   // inputs of a quantised panel that are decoded at a time
 constexpr int kDirectRows = 4;      // up to so many rows, quantised weights are decoded in registers instead
 constexpr int kPairRows = kRows / 4;  // up to so many rows, two panels share a tile: one alone would wait for its own chain
-constexpr int kDotRows = 6;           // rows of the largest tile of bytes, which keeps two sums of each output
+constexpr int kDotRows = 6;            // rows of the largest tile of whole numbers
 constexpr int kBlockRows = 96;         // rows of an item's scratch; a multiple of every kRows
 
 constexpr int kLineBytes = 64;
@@ -132,40 +132,33 @@ static void multiply_packed(
   }
 }
 
-// ROWS rows of bytes against PANELS neighbouring panels of whole numbers: whole-numbered sums within each group, then one chain of
-// multiply-adds over the groups. x: rows of kInt8Rows, `ldx` floats apart.
-template <class F, int ROWS, int PANELS>
-static __attribute__((noinline)) void dot_tile(
-    const uint8_t* panel, int64_t panel_bytes, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy) {
+// ROWS rows of whole numbers in PLANES planes against a panel of such weights: whole-numbered sums within each group, then one
+// chain of multiply-adds over the groups. x: rows of WholeRow<PLANES>, `ldx` floats apart.
+template <class F, int ROWS, int PLANES>
+static __attribute__((noinline)) void dot_tile(const uint8_t* panel, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy) {
   constexpr int kHalves = F::kGroup / 16;
-  V acc[ROWS][PANELS][kVectors] = {};
-  const Int8Row first = Int8Row::at(x, K);
+  V acc[ROWS][kVectors] = {};
+  const WholeRow<PLANES> first = WholeRow<PLANES>::at(x, K);
   const int8_t *x0 = first.numbers, *x3 = x0 + (ROWS > 3 ? 3 : 0) * ldx * 4;
   for (int g = 0; g < K / F::kGroup; g++) {
-    typename F::Group group[PANELS];
-    I sums[ROWS][PANELS][kVectors] = {};
-#pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++) {
-      group[p] = F::open(panel + p * panel_bytes, g);
-      for (int at = 0; at < ahead.bytes; at += kLineBytes) __builtin_prefetch(ahead.at + p * panel_bytes + at, 0, 0);
-    }
+    I sums[PLANES][ROWS][kVectors] = {};
+    const typename F::Group group = F::open(panel, g);
+    for (int at = 0; at < ahead.bytes; at += kLineBytes) __builtin_prefetch(ahead.at + at, 0, 0);
     ahead.at += ahead.bytes;
 #pragma GCC unroll 8
     for (int start = 0; start < F::kGroup; start += 4) {
-      U w[PANELS][kVectors];
+      U w[kVectors];
 #pragma GCC unroll 4
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++) w[p][v] = F::quads(group[p], start, v);
+      for (int v = 0; v < kVectors; v++) w[v] = F::quads(group, start, v);
 #pragma GCC unroll 12
-      for (int r = 0; r < ROWS; r++) {
-        const int8_t* three = r < 3 ? x0 : x3;
-        const I word = splat_word(three + (r % 3) * ldx * 4 + start);
+      for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int plane = 0; plane < PLANES; plane++) {
+          const int8_t* three = r < 3 ? x0 : x3;
+          const I word = splat_word(three + (r % 3) * ldx * 4 + start + plane * K);
 #pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; v++) sums[r][p][v] = dot_bytes(w[p][v], word, sums[r][p][v]);
-      }
+          for (int v = 0; v < kVectors; v++) sums[plane][r][v] = dot_bytes(w[v], word, sums[plane][r][v]);
+        }
     }
     x0 += F::kGroup, x3 += F::kGroup;
 #pragma GCC unroll 12
@@ -174,40 +167,24 @@ static __attribute__((noinline)) void dot_tile(
       const float* halves = first.sums + r * ldx + g * kHalves;
       const V total = splat(kHalves == 2 ? halves[0] + halves[1] : halves[0]);
 #pragma GCC unroll 4
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; v++)
-          acc[r][p][v] = fma(group[p].minimum[v], total, fma(to_float(sums[r][p][v]), group[p].scale[v] * scale, acc[r][p][v]));
+      for (int v = 0; v < kVectors; v++) {
+        const I sum = PLANES == 1 ? sums[0][r][v] : (sums[0][r][v] << 8) + sums[PLANES - 1][r][v];
+        acc[r][v] = fma(group.minimum[v], total, fma(to_float(sum), group.scale[v] * scale, acc[r][v]));
+      }
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) store(y + r * ldy + p * kPanel + v * kLanes, acc[r][p][v]);
+    for (int v = 0; v < kVectors; v++) store(y + r * ldy + v * kLanes, acc[r][v]);
 }
 
 // `rows` <= ROWS rows: the tile of exactly that many.
-template <class F, int ROWS, int PANELS>
-HB_INLINE void dot_tile_of(
-    int rows, const uint8_t* panel, int64_t panel_bytes, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy) {
+template <class F, int ROWS, int PLANES>
+HB_INLINE void dot_tile_of(int rows, const uint8_t* panel, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy) {
   if constexpr (ROWS > 0) {
-    if (rows == ROWS) dot_tile<F, ROWS, PANELS>(panel, panel_bytes, ahead, K, x, ldx, y, ldy);
-    else dot_tile_of<F, ROWS - 1, PANELS>(rows, panel, panel_bytes, ahead, K, x, ldx, y, ldy);
-  }
-}
-
-// Any number of rows of bytes against one panel of whole numbers.
-template <class F>
-static void multiply_dots(const uint8_t* panel, int64_t panel_bytes, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy) {
-  const int num_tiles = (M + kDotRows - 1) / kDotRows;
-  const uint8_t* next = panel + (num_tiles == 1 ? kAheadBytes : panel_bytes);
-  const int64_t share = panel_bytes / num_tiles, bytes = share * F::kGroup / K;
-  for (int t = 0, row = 0; t < num_tiles; t++) {
-    int rows = (M - row + num_tiles - t - 1) / (num_tiles - t);
-    dot_tile_of<F, kDotRows, 1>(rows, panel, 0, {next + t * share, (int)bytes}, K, x + row * ldx, ldx, y + row * ldy, ldy);
-    row += rows;
+    if (rows == ROWS) dot_tile<F, ROWS, PLANES>(panel, ahead, K, x, ldx, y, ldy);
+    else dot_tile_of<F, ROWS - 1, PLANES>(rows, panel, ahead, K, x, ldx, y, ldy);
   }
 }
 
@@ -223,21 +200,28 @@ static void multiply_as(
   else multiply_packed<F>(at, K, M, x, ldx, y, ldy, piece);
 }
 
-// The same for rows of bytes.
-template <class F>
-static void multiply_bytes_as(const Matrix& w, int panel, int num_panels, int M, const float* x, int64_t ldx, float* y, int64_t ldy, float*) {
-  const uint8_t* at = (const uint8_t*)w.data + panel * w.panel_bytes;
-  const Ahead ahead = {at + kAheadBytes / 2, F::kGroupBytes};
-  if (num_panels == 2) return dot_tile_of<F, kPairRows, 2>(M, at, w.panel_bytes, ahead, w.num_inputs, x, ldx, y, ldy);
-  multiply_dots<F>(at, w.panel_bytes, w.num_inputs, M, x, ldx, y, ldy);
+// The same for rows of whole numbers, panel by panel.
+template <class F, int PLANES>
+static void multiply_whole_as(const Matrix& w, int panel, int num_panels, int M, const float* x, int64_t ldx, float* y, int64_t ldy, float*) {
+  constexpr int kTileRows = kDotRows / PLANES + PLANES / 2;  // 6 and 4: a row has a sum and PLANES whole-numbered ones
+  const int num_tiles = (M + kTileRows - 1) / kTileRows, K = w.num_inputs;
+  const int64_t share = w.panel_bytes / num_tiles, bytes = share * F::kGroup / K;
+  for (int p = 0; p < num_panels; p++) {
+    const uint8_t *at = (const uint8_t*)w.data + (panel + p) * w.panel_bytes, *next = at + (num_tiles == 1 ? kAheadBytes : w.panel_bytes);
+    for (int t = 0, row = 0; t < num_tiles; t++) {
+      int rows = (M - row + num_tiles - t - 1) / (num_tiles - t);
+      dot_tile_of<F, kTileRows, PLANES>(rows, at, {next + t * share, (int)bytes}, K, x + row * ldx, ldx, y + row * ldy + p * kPanel, ldy);
+      row += rows;
+    }
+  }
 }
 
 using Multiply = void (*)(const Matrix&, int, int, int, const float*, int64_t, float*, int64_t, float*);
 using Decode = void (*)(const uint8_t* panel, int first_group, int num_groups, float* to);
 
-// One format of weights, in the order of `WeightKind`. multiply_bytes: by rows of bytes, where the weights are whole numbers.
+// One format of weights, in the order of `WeightKind`. multiply_int8, multiply_int16: by such rows, where weights are whole numbers.
 struct WeightFormat {
-  Multiply multiply, multiply_bytes;
+  Multiply multiply, multiply_int8, multiply_int16;
   Decode decode;
   int group, groups_per_super, super_bytes;
 };
@@ -246,9 +230,9 @@ template <class F> static void decode_as(const uint8_t* panel, int first_group, 
   decode_piece<F>(panel, first_group, num_groups, to);
 }
 
-#define HB_DENSE(F) {multiply_as<F>, nullptr, decode_as<F>, F::kGroup, 1, F::kGroupBytes}
-#define HB_BLOCKS(F) {multiply_as<F>, multiply_bytes_as<F>, decode_as<F>, F::kGroup, 1, F::kGroupBytes}
-#define HB_SUPER(F) {multiply_as<F>, multiply_bytes_as<F>, decode_as<F>, F::kGroup, F::kGroups, F::kSuperBytes}
+#define HB_DENSE(F) {multiply_as<F>, nullptr, nullptr, decode_as<F>, F::kGroup, 1, F::kGroupBytes}
+#define HB_BLOCKS(F) {multiply_as<F>, multiply_whole_as<F, 1>, multiply_whole_as<F, 2>, decode_as<F>, F::kGroup, 1, F::kGroupBytes}
+#define HB_SUPER(F) {multiply_as<F>, multiply_whole_as<F, 1>, multiply_whole_as<F, 2>, decode_as<F>, F::kGroup, F::kGroups, F::kSuperBytes}
 static const WeightFormat kFormats[] = {
     HB_DENSE(F32),
     HB_DENSE(BF16),
@@ -266,7 +250,8 @@ static const WeightFormat kFormats[] = {
 
 // By rows of `in_type`.
 HB_INLINE Multiply multiply_of(const Matrix& w, int in_type) {
-  return in_type == kInt8Rows ? kFormats[w.kind].multiply_bytes : kFormats[w.kind].multiply;
+  const WeightFormat& format = kFormats[w.kind];
+  return in_type == kInt8Rows ? format.multiply_int8 : in_type == kInt16Rows ? format.multiply_int16 : format.multiply;
 }
 
 }  // namespace HB_ISA

@@ -8,7 +8,7 @@
 
 enum WeightKind : int32_t { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kBF16Pairs, kNumWeightKinds };
 enum OpCode : int32_t { kEmbed, kRotary, kNorm, kLinear, kGated, kHeads, kAttend, kCombine, kBest, kBestOfPanels, kRound, kNumOpCodes };
-enum RowType : int32_t { kFloats, kBF16Rows, kInt8Rows };  // see rows.h
+enum RowType : int32_t { kFloats, kBF16Rows, kInt8Rows, kInt16Rows };  // see rows.h
 enum Activation : int32_t { kSilu, kGeluTanh };
 enum CacheFormat : int32_t { kCacheF32, kCacheBF16, kCacheF16, kCacheBF16Pairs, kNumCacheFormats };
 

@@ -23,52 +23,61 @@ HB_INLINE void put_bf16(const float* from, int width, uint16_t* to) {
   for (; i < width; i++) to[i] = to_bf16(from[i]);
 }
 
-// A row of signed bytes, a multiple of kRoundGroup: the numbers of each group over its scale, which is the greatest magnitude over 127.
-// Behind them lie the scales, and for each half of a group the sum of its bytes times the scale.
+// A row of whole numbers: each number of a group over the group's scale, which makes the greatest of them kMost. PLANES 1: signed
+// bytes. PLANES 2: 256 times a signed byte of the first plane and one of the second, together as exact as 15 bits. Behind the
+// planes lie the scales, and for each half of a group the sum of its numbers times the scale.
 constexpr int kRoundGroup = 32;
-struct Int8Row {
+template <int PLANES> struct WholeRow {
+  static constexpr float kMost = PLANES == 1 ? 127.0f : 127.0f * 256 + 127;
   int8_t* numbers;
   float *scales, *sums;
 
-  HB_INLINE Int8Row at(const void* row, int width) {
+  HB_INLINE WholeRow at(const void* row, int width) {
     int8_t* numbers = (int8_t*)row;
-    return {numbers, (float*)(numbers + width), (float*)(numbers + width) + width / kRoundGroup};
+    return {numbers, (float*)(numbers + PLANES * width), (float*)(numbers + PLANES * width) + width / kRoundGroup};
   }
 };
 
+HB_INLINE void store_bytes(int8_t* to, I value) {
+  const S bytes = __builtin_convertvector(value, S);
+  memcpy(to, &bytes, sizeof bytes);
+}
+
 // One group. A number that is not finite makes the scale a NaN, and so everything that comes of the row.
-HB_INLINE void put_int8_group(const float* from, int8_t* to, float* scale, float* sums) {
+template <int PLANES> HB_INLINE void put_whole_group(const float* from, int width, int8_t* to, float* scale, float* sums) {
   V greatest = {}, not_finite = {};
   for (int i = 0; i < kRoundGroup; i += kLanes) {
     const V value = load(from + i);
     greatest = maximum(greatest, maximum(value, -value));
     not_finite += value - value;
   }
-  const float most = maximum(greatest) / 127.0f;
-  const V inverse = splat(most > 0.0f ? 1.0f / most : 0.0f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds
-  *scale = most + sum(not_finite);
+  const float most = maximum(greatest);
+  const V inverse = splat(most > 0.0f ? WholeRow<PLANES>::kMost / most : 0.0f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds
+  *scale = most / WholeRow<PLANES>::kMost + sum(not_finite);
   for (int half = 0; half < 2; half++) {
     V total = {};
     for (int i = half * kRoundGroup / 2; i < (half + 1) * kRoundGroup / 2; i += kLanes) {
       const V whole = (load(from + i) * inverse + magic) - magic;
+      const I number = __builtin_convertvector(whole, I), upper = (number + 128) >> 8;
       total += whole;
-      const S bytes = __builtin_convertvector(__builtin_convertvector(whole, I), S);
-      memcpy(to + i, &bytes, sizeof bytes);
+      store_bytes(to + i, PLANES == 1 ? number : upper);
+      if (PLANES == 2) store_bytes(to + width + i, number - (upper << 8));
     }
     sums[half] = sum(total) * *scale;
   }
 }
 
-HB_INLINE void put_int8(const float* from, int width, void* row) {
-  const Int8Row to = Int8Row::at(row, width);
+template <int PLANES> HB_INLINE void put_whole(const float* from, int width, void* row) {
+  const WholeRow<PLANES> to = WholeRow<PLANES>::at(row, width);
   for (int group = 0; group < width / kRoundGroup; group++)
-    put_int8_group(from + group * kRoundGroup, to.numbers + group * kRoundGroup, to.scales + group, to.sums + 2 * group);
+    put_whole_group<PLANES>(from + group * kRoundGroup, width, to.numbers + group * kRoundGroup, to.scales + group, to.sums + 2 * group);
 }
 
 // to = from, as products want them. The two do not overlap.
 HB_INLINE void put_row(int type, const float* from, int width, void* to) {
   if (type == kBF16Rows) put_bf16(from, width, (uint16_t*)to);
-  else if (type == kInt8Rows) put_int8(from, width, to);
+  else if (type == kInt8Rows) put_whole<1>(from, width, to);
+  else if (type == kInt16Rows) put_whole<2>(from, width, to);
   else memcpy(to, from, width * 4);
 }
 

@@ -6,7 +6,7 @@
 // bounds of float32 rounding, not guesses. Prints a line per failure and exits with 1 if there is any.
 #include <numeric>
 
-#include "bytes.h"
+#include "whole.h"
 #include "paged.h"
 #include "formats.h"
 #include "harness.h"
@@ -189,15 +189,18 @@ void test_products() {
     test_embed(format, few);
     test_best(format, few);
     for (int activation : {kSilu, kGeluTanh}) test_gated(format, few, activation);
-    if (!is_dense) test_dots(format, few), test_dots(format, format.inputs == 32 ? 288 : 768);
+    for (RowType type : {kInt8Rows, kInt16Rows})
+      for (int num_inputs : {few, format.inputs == 32 ? 288 : 768})
+        if (!is_dense) test_dots(type, format, num_inputs);
   }
 }
 
 void test_rows() {
   subject = prefix + "norm";
   for (int width : {1, 37, 64, 578}) test_norm(width);
-  subject = prefix + "rounding to bytes";
-  for (int width : {32, 576}) test_rounding(width);
+  subject = prefix + "rounding";
+  for (int width : {32, 576})
+    for (RowType type : {kInt8Rows, kInt16Rows}) test_rounding(type, width);
   subject = prefix + "sampling";
   for (int width : {5, 1000, 49153}) test_sampling(width);
   subject = prefix + "quantize_q8_0";

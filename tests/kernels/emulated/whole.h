@@ -1,52 +1,54 @@
-// Rows rounded to bytes, and their products with whole-numbered weights.
+// Rows rounded to whole numbers of 8 or 16 bits, and their products with whole-numbered weights.
 #pragma once
 #include "formats.h"
 
 namespace {
 
-// What a row of bytes stands for: each number times the scale of its group.
-std::vector<double> byte_row(const float* row, int width) {
+// What a rounded row stands for: each number times the scale of its group.
+std::vector<double> whole_row(RowType type, const float* row, int width) {
+  const int planes = type == kInt8Rows ? 1 : 2;
   const auto* numbers = (const int8_t*)row;
-  const float* scales = row + width / 4;
+  const float* scales = row + planes * width / 4;
   std::vector<double> values;
-  for (int i = 0; i < width; i++) values.push_back((double)numbers[i] * scales[i / 32]);
+  for (int i = 0; i < width; i++)
+    values.push_back((planes == 1 ? numbers[i] : numbers[i] * 256.0 + numbers[width + i]) * scales[i / 32]);
   return values;
 }
 
-void test_rounding(int width) {
+void test_rounding(RowType type, int width) {
   Floats x = normals(3 * width), rows(3 * width);
   std::fill(x.begin() + width, x.begin() + width + 32, 0.0f);
   x[2 * width] = -1e30f;
-  const Op op{.code = kRound, .in = kInput, .out = kOutput, .width = width, .out_type = kInt8Rows};
+  const Op op{.code = kRound, .in = kInput, .out = kOutput, .width = width, .out_type = type};
   const Floats found = run({op}, {.input = x.data(), .input_stride = width, .num_tokens = 3}, width);
   for (int row = 0; row < 3; row++) {
-    const std::vector<double> values = byte_row(&found[row * width], width);
+    const std::vector<double> values = whole_row(type, &found[row * width], width);
     for (int group = 0; group < width / 32; group++) {
       const float* from = &x[row * width + group * 32];
       double most = 0;
       for (int i = 0; i < 32; i++) most = std::max(most, std::fabs((double)from[i]));
       for (int i = 0; i < 32; i++)
-        check(std::fabs(values[group * 32 + i] - from[i]) <= most / 127 * 0.50001, "number %d is %.9g, expected %.9g", i, values[group * 32 + i], from[i]);
+        check(std::fabs(values[group * 32 + i] - from[i]) <= most / (type == kInt8Rows ? 127 : 32639) * 0.501, "number %d is %.9g, expected %.9g", i, values[group * 32 + i], from[i]);
     }
   }
-  const Op in_place{.code = kRound, .in = 0, .out = 0, .width = width, .out_type = kInt8Rows};
+  const Op in_place{.code = kRound, .in = 0, .out = 0, .width = width, .out_type = type};
   Floats memory = x;
   const Step step{.num_tokens = 3};
   hb_run(engines[0], &in_place, 1, std::vector<Buffer>{{memory.data(), width}}.data(), &step);
-  const int num_bytes = width + width / 32 * 12;
+  const int num_bytes = (type == kInt8Rows ? width : 2 * width) + width / 32 * 12;
   for (int row = 0; row < 3; row++)
     check_same(&memory[row * width], &found[row * width], num_bytes, "row %d is rounded otherwise in place", row);
 }
 
 // The same bits in any number of rows, near the products of what the bytes stand for; what is no number stays none.
-void test_dots(const Format& format, int num_inputs) {
+void test_dots(RowType type, const Format& format, int num_inputs) {
   constexpr int num_rows = 33, num_outputs = 77;
   const Weights w(format, num_outputs, num_inputs, true);
   const Matrix matrix = w.matrix();
   Floats x = normals((size_t)num_rows * num_inputs), memory((size_t)num_rows * num_inputs);
   const std::vector<Op> ops = {
-      {.code = kRound, .in = kInput, .out = 0, .width = num_inputs, .out_type = kInt8Rows},
-      {.code = kLinear, .in = 0, .out = kOutput, .num_matrices = 1, .in_type = kInt8Rows, .matrices = &matrix}};
+      {.code = kRound, .in = kInput, .out = 0, .width = num_inputs, .out_type = type},
+      {.code = kLinear, .in = 0, .out = kOutput, .num_matrices = 1, .in_type = type, .matrices = &matrix}};
   const auto product = [&](int first, int count) {
     const Step step{.input = &x[(size_t)first * num_inputs], .input_stride = num_inputs, .num_tokens = count};
     return run(ops, step, num_outputs, {{memory.data(), num_inputs}});
@@ -56,7 +58,7 @@ void test_dots(const Format& format, int num_inputs) {
   for (double value : w.values) most = std::max(most, std::fabs(value));
   std::vector<double> expected, tolerance;
   for (int row = 0; row < num_rows; row++) {
-    const std::vector<double> values = byte_row(&memory[(size_t)row * num_inputs], num_inputs);
+    const std::vector<double> values = whole_row(type, &memory[(size_t)row * num_inputs], num_inputs);
     double magnitude = 0;
     for (double value : values) magnitude += std::fabs(value);
     for (int output = 0; output < num_outputs; output++) {
