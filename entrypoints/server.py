@@ -7,6 +7,7 @@ closed by the caller. Wire formats live in `halfbyte.entrypoints.openai`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from asyncio import TimerHandle, Transport
@@ -119,6 +120,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.freeze()  # as in the engine's process
         if self._on_ready is not None:
             self._on_ready()
 

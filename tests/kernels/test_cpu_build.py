@@ -186,7 +186,7 @@ def test_the_fingerprint_changes_with_the_sources(tmp_path: Path, monkeypatch: p
 
 def test_instruction_sets_of_each_architecture() -> None:
     assert list(isa_flags("x86_64")) == ["avx512_bf16", "avx512", "avx2", "portable"]
-    assert list(isa_flags("aarch64")) == list(isa_flags("arm64")) == ["neon", "portable"]
+    assert list(isa_flags("aarch64")) == list(isa_flags("arm64")) == ["neon_bf16", "neon", "portable"]
     assert list(isa_flags("riscv64")) == ["portable"]
     flags = {flag for machine in build.ISA_FLAGS.values() for own in machine.values() for flag in own} | set(build.FLAGS)
     assert not flags & {"-ffast-math", "-Ofast", "-march=native"}

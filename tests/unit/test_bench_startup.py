@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +51,28 @@ def ticking() -> Callable[[], float]:
 
 
 def test_one_start() -> None:
-    seconds = start_once(script('{"choices": [{"text": " Paris"}]}'), ticking())
+    seconds = start_once(script('{"choices": [{"text": " Paris"}]}'), clock=ticking())
     assert seconds == {"load weights": 1.25, "warm up": 0.5, FIRST_TOKEN: 3.5}
     assert list(seconds)[-1] == FIRST_TOKEN
+
+
+def test_an_idle_server_is_watched() -> None:
+    """The time is not waited for: what matters is that CPU time of the server and its children is counted over it."""
+    waits: list[float] = []
+    seconds = start_once(script('{"choices": [{"text": " Paris"}]}'), 50, wait=waits.append)
+    assert seconds[startup.IDLE] == 0.0 and waits[-1] == 50
+
+
+def test_cpu_time_of_a_process_and_its_children() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    child = f"{busy}\nprint(flush=True)\ninput()"
+    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-S', '-c', {child!r}])\ninput()"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        assert startup.cpu_s(parent.pid) >= 0.25  # of 0.3 s, counted in ticks of 10 ms, user and system apart
+        assert startup.cpu_s(os.getpid()) >= startup.cpu_s(parent.pid)
+        parent.communicate(b"")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +106,10 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Each start's engine flags, as the server would read them; the n-th start takes n seconds."""
     seen: list[dict[str, Any]] = []
 
-    def start(command: list[str]) -> dict[str, float]:
+    def start(command: list[str], idle_s: float) -> dict[str, float]:
         assert command[:-2] == list(startup._SERVE) and command[-2] == "--config"
         seen.append(yaml.safe_load(Path(command[-1]).read_text()))
-        return {"warm up": 0.5, FIRST_TOKEN: float(len(seen))}
+        return {"warm up": 0.5, FIRST_TOKEN: float(len(seen))} | ({startup.IDLE: len(seen) / 1000} if idle_s else {})
 
     monkeypatch.setattr(startup, "start_once", start)
     return seen
@@ -127,6 +148,8 @@ def test_command(starts: list[dict[str, Any]], capsys: pytest.CaptureFixture[str
     assert out.startswith("m: 2 starts\nwarm up ") and "2.50 (from 2.00 to 3.00) s\n" in out
     document = json.loads(path.read_text())
     assert document["phases"][FIRST_TOKEN] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert "idle                     0.2% of a core (from 0.2% to 0.3%)\n" in out
+    assert (document["idle_s"], document["idle_share_of_a_core"]["min"]) == (2, 0.002)
     assert (document["unit"], document["num_iters"], document["num_iters_warmup"]) == ("s", 2, 1)
 
 
