@@ -41,8 +41,12 @@ log = logging.getLogger(__name__)
 PhaseReport = Callable[[str, float], None]
 
 
-def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seconds: None) -> tuple[EngineCore, EngineInfo]:
+def build_engine(
+    options: EngineOptions, report: PhaseReport = lambda name, seconds: None, *, streams: bool = False
+) -> tuple[EngineCore, EngineInfo]:
     """Start an engine. `report` hears of each part of the start-up, with its seconds; together they are the whole time.
+
+    streams: whether somebody waits for each token (`resolve`).
 
     Raises a HalfbyteError with a one-line message when the model, the options and the machine do not go together.
     """
@@ -54,7 +58,7 @@ def build_engine(options: EngineOptions, report: PhaseReport = lambda name, seco
     phases.end("read configuration")
     backends = _attention_backends(platform)
     phases.end("load CPU kernels")
-    config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=backends)
+    config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=backends, streams=streams)
     from halfbyte.model_runner.runner import load_runner
 
     phases.end("resolve configuration, import torch")

@@ -61,7 +61,7 @@ class EngineProcess:
         heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         heartbeat.start()
         try:
-            core, info = build_engine(self._options, lambda name, seconds: self._send(Phase(name, seconds)))
+            core, info = build_engine(self._options, lambda name, seconds: self._send(Phase(name, seconds)), streams=True)
         except Exception as error:
             if not isinstance(error, HalfbyteError):
                 log.exception("the engine could not start")

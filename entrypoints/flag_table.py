@@ -168,7 +168,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _batch("long-prefill-token-threshold", "most prompt tokens of one request in a step (default: 0, no limit)", kind="size"),
     _batch(
         "max-num-mixed-tokens",
-        "most prompt tokens in a step that also decodes; 0: no limit (default: 0; 24 on a CPU)",
+        "most prompt tokens in a step that also decodes; 0: no limit (default: 0; 24 in a server on a CPU)",
         kind="size",
     ),
     _batch("enable-chunked-prefill", "split long prompts over steps (default: on)", kind="switch"),

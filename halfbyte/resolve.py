@@ -74,10 +74,12 @@ def resolve(
     *,
     kv_formats: Sequence[str] = ("bfloat16", "float16", "float32"),
     attention_backends: Sequence[str] = ("reference",),
+    streams: bool = False,
 ) -> EngineConfig:
     """The configuration that runs, frozen, with `origins` for each of its fields.
 
     kv_formats, attention_backends: the names that this build has, best first ("auto" takes the first back end).
+    streams: whether somebody waits for each token, as behind a server; else only the time of the whole counts.
     Raises UserError (a wrong value) or UnsupportedError (every refusal at once).
     """
     _check_types(options)
@@ -89,7 +91,7 @@ def resolve(
     backend = pick("attention_backend", asked, _backend(options, attention_backends))
     model = _resolve_model(options, facts, platform, backend, pick)
     cache = _resolve_cache(options, model.dtype, platform, pick)
-    scheduler = _resolve_scheduler(options, model.max_model_len, platform, pick)
+    scheduler = _resolve_scheduler(options, model.max_model_len, platform, pick, streams)
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, attention_backend=backend, origins=pick.origins)
 
 
@@ -225,7 +227,9 @@ def _resolve_cache(options: EngineOptions, dtype: DType, platform: Platform, pic
     )
 
 
-def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Platform, pick: _Picker) -> SchedulerConfig:
+def _resolve_scheduler(
+    options: EngineOptions, max_model_len: int, platform: Platform, pick: _Picker, streams: bool
+) -> SchedulerConfig:
     chunked = pick("enable_chunked_prefill", options.enable_chunked_prefill, True)
     budget = _token_budget(options, max_model_len, chunked, platform, pick)
     return SchedulerConfig(
@@ -236,7 +240,7 @@ def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Pla
         long_prefill_token_threshold=pick(
             "long_prefill_token_threshold", _count(options, "long_prefill_token_threshold", 0, _MAX_COUNT), 0
         ),
-        max_num_mixed_tokens=_mixed_tokens(options, chunked, platform, pick),
+        max_num_mixed_tokens=_mixed_tokens(options, chunked and streams and platform.device == "cpu", chunked, pick),
         enable_chunked_prefill=chunked,
         policy=pick("policy", _given_choice(options, "scheduling_policy", SCHEDULING_POLICIES), SCHEDULING_POLICIES[0]),
         max_logprobs=pick("max_logprobs", _count(options, "max_logprobs", -1, _MAX_COUNT), DEFAULT_MAX_LOGPROBS),
@@ -244,11 +248,10 @@ def _resolve_scheduler(options: EngineOptions, max_model_len: int, platform: Pla
     )
 
 
-def _mixed_tokens(options: EngineOptions, chunked: bool, platform: Platform, pick: _Picker) -> int:
+def _mixed_tokens(options: EngineOptions, limits: bool, chunked: bool, pick: _Picker) -> int:
     given = _count(options, "max_num_mixed_tokens", 0, _MAX_COUNT)
     if given and not chunked:
         raise UserError("--max-num-mixed-tokens cuts prompts into chunks; leave chunked prefill on", param="max_num_mixed_tokens")
-    limits = platform.device == "cpu" and chunked
     default = DEFAULT_MAX_NUM_MIXED_TOKENS_CPU if limits else 0
     return int(pick("max_num_mixed_tokens", given, default, "platform" if limits else "default"))
 

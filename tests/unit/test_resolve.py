@@ -55,7 +55,7 @@ def test_defaults_on_a_cpu() -> None:
         max_num_queued_tokens=None,
         long_prefill_token_threshold=0,
         enable_chunked_prefill=True,
-        max_num_mixed_tokens=24,
+        max_num_mixed_tokens=0,
         policy="fcfs",
         max_logprobs=20,
         logprobs_mode="raw_logprobs",
@@ -81,6 +81,17 @@ def test_every_field_has_an_origin() -> None:
     assert set(found.origins.values()) <= {"default", "flag", "checkpoint", "platform"}
     assert {name for name, origin in found.origins.items() if origin == "flag"} == {"seed", "block_size", "policy"}
     assert found.origins["max_model_len"] == "checkpoint" and found.origins["num_threads"] == "platform"
+
+
+def test_prompts_give_way_to_streams_on_a_cpu() -> None:
+    limits = {
+        (platform.device, streams): resolve(EngineOptions(), FACTS, platform, streams=streams).scheduler.max_num_mixed_tokens
+        for platform in (CPU, GPU)
+        for streams in (False, True)
+    }
+    assert limits == {("cpu", False): 0, ("cpu", True): 24, ("cuda", False): 0, ("cuda", True): 0}
+    given = EngineOptions(max_num_mixed_tokens=5)
+    assert resolve(given, FACTS, CPU).scheduler.max_num_mixed_tokens == 5
 
 
 @pytest.mark.parametrize("option", [f.name for f in fields(EngineOptions)])
