@@ -25,7 +25,7 @@ constexpr int kSliceRows = 512;         // tokens that go through a program at a
 #if defined(__aarch64__)
 constexpr unsigned long kBF16AndI8MM = 1UL << 14 | 1UL << 13;  // HWCAP2_BF16, HWCAP2_I8MM of Linux
 #endif
-constexpr int kQueryRows = 48;          // rows of an item of prefill
+constexpr int kQueryRows = 24;          // rows of an item of prefill
 
 const Kernels* find(const char* name) {
 #if defined(__x86_64__)

@@ -178,10 +178,12 @@ HB_INLINE float raise(V greatest, V& total, Softmax& part, int row) {
   return part.most[row] = tile_most;
 }
 
-// Weights take the place of their scores, as words of the product: each store lies behind the loads.
-template <class Product> HB_INLINE void put_weights(float* scores, int i, V weights) {
+// Weights take the place of their scores, as words of the product: each store lies behind the loads. Returns them, before rounding.
+template <class Product> HB_INLINE V put_weights(float* scores, int i, V below_most) {
+  const V weights = Product::kInputsPerWord == 2 ? exponential_to_bf16(below_most) : exponential(below_most);
   if (Product::kInputsPerWord == 2) store_bf16_normal((uint16_t*)scores + i, weights);
   else store(scores + i, weights);
+  return weights;
 }
 
 // Scores of one row for keys from .. to of a tile become weights relative to the greatest so far (zero elsewhere, up to `count`).
@@ -194,11 +196,7 @@ template <class Product> HB_INLINE void soften(float* scores, int from, int to, 
     for (int i = 0; i < kTileVectors; i++) values[i] = load(scores + i * kLanes), greatest = maximum(greatest, values[i]);
     const V most = splat(raise(greatest, total, part, row));
 #pragma GCC unroll 16
-    for (int i = 0; i < kTileVectors; i++) {
-      const V weight = exponential(values[i] - most);
-      put_weights<Product>(scores, i * kLanes, weight);
-      total += weight;
-    }
+    for (int i = 0; i < kTileVectors; i++) total += put_weights<Product>(scores, i * kLanes, values[i] - most);
     return store(part.sums + row * kLanes, total);
   }
   V index = {};
@@ -215,11 +213,7 @@ template <class Product> HB_INLINE void soften(float* scores, int from, int to, 
     greatest = maximum(greatest, value);
   }
   const V most = splat(raise(greatest, total, part, row));
-  for (int i = 0; i < count; i += kLanes) {
-    const V weight = exponential(load(scores + i) - most);
-    put_weights<Product>(scores, i, weight);
-    total += weight;
-  }
+  for (int i = 0; i < count; i += kLanes) total += put_weights<Product>(scores, i, load(scores + i) - most);
   store(part.sums + row * kLanes, total);
 }
 
