@@ -17,6 +17,8 @@ constexpr int kPairRows = kRows / 4;  // up to so many rows, two panels share a 
 constexpr int kDotRows = 6;            // rows of the largest tile of whole numbers
 constexpr int kBlockRows = 96;         // rows of an item's scratch; a multiple of every kRows
 
+constexpr int kOwnRows = 64;           // from so many rows for each thread on, threads share out the rows and not the panels
+
 constexpr int kLineBytes = 64;
 constexpr int kAheadBytes = 8192;  // memory that a thread has asked for and not used yet
 

@@ -81,36 +81,43 @@ static void round_row(const Op& op, const Slice& slice, int64_t row, uint8_t* sc
   put_row(op.out_type, from, op.width, row_of(slice, op.out, (int)row));
 }
 
-// How the rows and panels of a product are cut into items.
-struct Cut {
-  int panels_per_item, rows_per_item;
-  int64_t row_items;
-
-  HB_INLINE Cut of(int num_panels, int num_rows, int num_threads) {
-    if (num_rows <= kPairRows) return {2, num_rows, 1};
-    int rows = num_panels >= 4 * num_threads ? num_rows : kBlockRows;
-    if (rows > num_rows) rows = num_rows;
-    return {1, rows, (num_rows + rows - 1) / rows};
-  }
-};
-
 HB_INLINE int panels_of(const Matrix& w) { return (w.num_outputs + kPanel - 1) / kPanel; }
 
-HB_INLINE int64_t items_of(const Matrix& w, const Slice& slice) {
-  Cut cut = Cut::of(panels_of(w), slice.num_rows, slice.num_threads);
-  return (panels_of(w) + cut.panels_per_item - 1) / cut.panels_per_item * cut.row_items;
+// How the panels of neighbouring matrices and the rows of a product are cut into items: all panels of some rows come before the
+// next rows.
+struct Cut {
+  int panels_per_item, rows_per_item, row_items, panel_items;
+
+  HB_INLINE Cut of(const Matrix* w, int num_matrices, const Slice& slice) {
+    const int num_rows = slice.num_rows;
+    Cut cut = {num_rows <= kPairRows ? 2 : 1, num_rows, 1, 0};
+    for (int i = 0; i < num_matrices; i++) cut.panel_items += cut.panel_items_of(w[i]);
+    // Many rows hide the reading of the weights: each thread then takes all panels of rows of its own, which do not leave its core.
+    if (num_rows >= kOwnRows * slice.num_threads) cut.rows_per_item = round_up((num_rows + slice.num_threads - 1) / slice.num_threads, kRows);
+    else if (cut.panel_items < 4 * slice.num_threads && num_rows > kBlockRows) cut.rows_per_item = kBlockRows;
+    cut.row_items = (num_rows + cut.rows_per_item - 1) / cut.rows_per_item;
+    return cut;
+  }
+  inline __attribute__((always_inline)) int panel_items_of(const Matrix& w) const { return (panels_of(w) + panels_per_item - 1) / panels_per_item; }
+};
+
+HB_INLINE int64_t items_of(const Matrix* w, int num_matrices, const Slice& slice) {
+  const Cut cut = Cut::of(w, num_matrices, slice);
+  return (int64_t)cut.panel_items * cut.row_items;
 }
 
-// Where an item of a product over one matrix starts, and what it covers.
+// What an item of a product covers: panels of one of the matrices, and rows.
 struct Part {
+  const Matrix& w;
   int panel, panels, first_row, end_row;
 
-  HB_INLINE Part of(int64_t item, const Matrix& w, const Slice& slice) {
-    const int num_panels = panels_of(w);
-    const Cut cut = Cut::of(num_panels, slice.num_rows, slice.num_threads);
-    const int panel = (int)(item / cut.row_items) * cut.panels_per_item, first = (int)(item % cut.row_items) * cut.rows_per_item;
-    return {panel, cut.panels_per_item < num_panels - panel ? cut.panels_per_item : num_panels - panel, first,
-            first + cut.rows_per_item < slice.num_rows ? first + cut.rows_per_item : slice.num_rows};
+  HB_INLINE Part of(int64_t item, const Matrix* w, int num_matrices, const Slice& slice) {
+    const Cut cut = Cut::of(w, num_matrices, slice);
+    const int first = (int)(item / cut.panel_items) * cut.rows_per_item, end = first + cut.rows_per_item;
+    int at = (int)(item % cut.panel_items);
+    for (int count; at >= (count = cut.panel_items_of(*w)); w++) at -= count;
+    const int panel = at * cut.panels_per_item, left = panels_of(*w) - panel;
+    return {*w, panel, cut.panels_per_item < left ? cut.panels_per_item : left, first, end < slice.num_rows ? end : slice.num_rows};
   }
 };
 
@@ -130,26 +137,24 @@ HB_INLINE void put(const float* from, const float* bias, int width, bool adds, f
 
 // out (+)= in * W^T + bias, for matrices that lie side by side in the output. Item: panels of one matrix, a block of rows.
 static void linear(const Op& op, const Slice& slice, int64_t item, uint8_t* scratch) {
-  const Matrix* w = op.matrices;
-  for (int64_t count; item >= (count = items_of(*w, slice)); w++) item -= count;
-  const auto [panel, panels, start, end] = Part::of(item, *w, slice);
-  const int column = panel * kPanel, width = w->num_outputs - column < panels * kPanel ? w->num_outputs - column : panels * kPanel;
+  const auto [w, panel, panels, start, end] = Part::of(item, op.matrices, op.num_matrices, slice);
+  const int column = panel * kPanel, width = w.num_outputs - column < panels * kPanel ? w.num_outputs - column : panels * kPanel;
   float *piece = (float*)scratch, *y = piece + kPieceInputs * kPanel;
   const int64_t ldx = stride_of(slice, op.in);
   for (int row = start; row < end; row += kBlockRows) {
     int rows = end - row < kBlockRows ? end - row : kBlockRows;
-    multiply_of(*w, op.in_type)(*w, panel, panels, rows, row_of(slice, op.in, row), ldx, y, panels * kPanel, piece);
+    multiply_of(w, op.in_type)(w, panel, panels, rows, row_of(slice, op.in, row), ldx, y, panels * kPanel, piece);
     for (int r = 0; r < rows; r++)
-      put(y + r * panels * kPanel, w->bias ? w->bias + column : nullptr, width, op.adds,
-          row_of(slice, op.out, row + r) + w->first_column + column);
+      put(y + r * panels * kPanel, w.bias ? w.bias + column : nullptr, width, op.adds,
+          row_of(slice, op.out, row + r) + w.first_column + column);
   }
 }
 
 // The greatest of in * W^T over the panels of an item, without writing the product: pairs (value, output's number) in buffer `out`,
 // at twice the panel. The first of equals counts; a NaN makes the value a NaN.
 static void best(const Op& op, const Slice& slice, int64_t item, uint8_t* scratch) {
-  const Matrix& w = op.matrices[0];
-  const Part part = Part::of(item, w, slice);
+  const Part part = Part::of(item, op.matrices, 1, slice);
+  const Matrix& w = part.w;
   const int column = part.panel * kPanel, wide = part.panels * kPanel;
   const int width = w.num_outputs - column < wide ? w.num_outputs - column : wide;
   float *piece = (float*)scratch, *y = piece + kPieceInputs * kPanel;
@@ -179,7 +184,7 @@ static void best(const Op& op, const Slice& slice, int64_t item, uint8_t* scratc
 // The best of all panels: (value, number as an integer's bits) from the pairs in buffer `in`. Item: a row.
 static void best_of_panels(const Op& op, const Slice& slice, int64_t row) {
   const Matrix& w = op.matrices[0];
-  const int step = Cut::of(panels_of(w), slice.num_rows, slice.num_threads).panels_per_item;
+  const int step = Cut::of(op.matrices, 1, slice).panels_per_item;
   const float* pairs = row_of(slice, op.in, (int)row);
   float* to = row_of(slice, op.out, (int)row);
   to[0] = pairs[0], to[1] = pairs[1];
@@ -196,7 +201,7 @@ HB_INLINE V activate(V gate, int activation) {
 // out = activation(in * gate^T) * (in * up^T); matrices: gate, up. Item: a panel of both, a block of rows.
 static void gated(const Op& op, const Slice& slice, int64_t item, uint8_t* scratch) {
   const Matrix &gate = op.matrices[0], &up = op.matrices[1];
-  const auto [panel, panels, start, end] = Part::of(item, gate, slice);
+  const auto [first, panel, panels, start, end] = Part::of(item, op.matrices, 1, slice);
   const int column = panel * kPanel, wide = panels * kPanel;
   const int width = gate.num_outputs - column < wide ? gate.num_outputs - column : wide;
   float *piece = (float*)scratch, *g = piece + kPieceInputs * kPanel, *u = g + kBlockRows * kPanel * 2;
@@ -273,11 +278,9 @@ HB_INLINE const CacheKernels& cache_of(const Op& op) {
 static int64_t num_items(const Op& op, const Slice& slice) {
   int64_t count = 0;
   switch (op.code) {
-    case kLinear:
-      for (int i = 0; i < op.num_matrices; i++) count += items_of(op.matrices[i], slice);
-      return count;
+    case kLinear: return items_of(op.matrices, op.num_matrices, slice);
     case kGated:
-    case kBest: return items_of(op.matrices[0], slice);
+    case kBest: return items_of(op.matrices, 1, slice);
     case kAttend: return num_attend_items(*op.attention, slice);
     case kCombine:
       for (int i = 0; i < slice.num_work[op.attention->group]; i++) count += slice.work[op.attention->group][i].partial >= 0;
