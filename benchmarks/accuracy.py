@@ -29,7 +29,12 @@ from halfbyte.entrypoints.bench.results import environment, save  # noqa: E402
 from halfbyte.types import EngineRequest, SamplingParams  # noqa: E402
 
 REFERENCE = "dtype=float32,quantization=none"
-SETTINGS = ["dtype=bfloat16", "dtype=float16", "dtype=float32,quantization=int8", "dtype=bfloat16,quantization=int8"]
+SETTINGS = [
+    "dtype=float16",
+    "dtype=bfloat16",
+    "dtype=bfloat16,quantization=int8",
+    "dtype=bfloat16,quantization=int8,cpu_activations=int8",
+]
 TEXTS = ["README.md", "ARCHITECTURE.md", "engine/scheduler.py"]
 
 

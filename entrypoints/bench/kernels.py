@@ -19,12 +19,12 @@ from halfbyte.entrypoints.bench.shared_flags import OUTPUT_JSON, count_flag, ran
 from halfbyte.entrypoints.flag_table import LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
 from halfbyte.errors import HalfbyteError
-from halfbyte.kernels.cpu.abi import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, WeightKind
+from halfbyte.kernels.cpu.abi import CACHE_FORMATS, MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD, RowType, WeightKind
+from halfbyte.kvcache.formats import FORMATS
 from halfbyte.platform import detect_platform
 
 if TYPE_CHECKING:
     from halfbyte.kernels.attention.base import AttentionMetadata
-    from halfbyte.kernels.cpu.abi import RowType
     from halfbyte.kernels.cpu.library import CpuEngine
     from halfbyte.kernels.cpu.program import Program
     from halfbyte.kernels.cpu.weights import PackedMatrix
@@ -42,8 +42,8 @@ KERNEL_NAMES = ("linear", "embedding", "norm", "decode", "prefill")
 # bfloat16 weights against bfloat16 activations, on machines that multiply pairs of them
 PAIRS = WeightKind.BF16_PAIRS.name.lower()
 WEIGHTS = tuple(kind.name.lower() for kind in WeightKind)
-ACTIVATIONS = {"float32": "FLOATS", "int8": "INT8", "int16": "INT16"}  # to names of RowType
-DENSE_FORMATS = ("float32", "bfloat16", "float16")
+ACTIVATIONS = {"float32": RowType.FLOATS, "int8": RowType.INT8, "int16": RowType.INT16}
+KV_FORMATS = tuple(name for name in CACHE_FORMATS if name in FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ FLAGS = (
     Flag(name="rows", help=f"tokens of a step (default: {' '.join(map(str, _DEFAULT.rows))})", kind="texts"),
     Flag(name="shape", help=f"matrices, OUTPUTSxINPUTS (default: {_spelled(_DEFAULT.shapes)})", kind="texts", field="shapes"),
     Flag(name="heads", help=f"QUERY_HEADSxKV_HEADSxHEAD_DIM of attention (default: {_spelled([_DEFAULT.heads])})"),
-    Flag(name="kv-cache-dtype", help=f"of attention (default: {_DEFAULT.kv_cache_dtype})", choices=lambda: DENSE_FORMATS),
+    Flag(name="kv-cache-dtype", help=f"of attention (default: {_DEFAULT.kv_cache_dtype})", choices=lambda: KV_FORMATS),
     Flag(name="decode", help=f"attention, BATCHxCONTEXT (default: {_spelled(_DEFAULT.decode)})", kind="texts"),
     Flag(name="prefill", help=f"attention, BATCHxPROMPT (default: {_spelled(_DEFAULT.prefill)})", kind="texts"),
     count_flag("num-iters", "measured runs of each kernel", _DEFAULT.num_iters),
@@ -241,10 +241,9 @@ def linear(engine: CpuEngine, plan: Plan) -> Iterator[Case]:
 def _linear_runs(engine: CpuEngine, matrices: Sequence[PackedMatrix], num_rows: int, activations: str) -> MakeRun:
     import torch
 
-    from halfbyte.kernels.cpu.abi import RowType
     from halfbyte.kernels.cpu.program import INPUT
 
-    rows = RowType[ACTIVATIONS[activations]] if matrices[0].kind.is_whole else RowType.FLOATS
+    rows = ACTIVATIONS[activations] if matrices[0].kind.is_whole else RowType.FLOATS
 
     x_TE = torch.randn(num_rows, matrices[0].num_inputs)
     if matrices[0].kind is WeightKind.BF16_PAIRS:
@@ -431,11 +430,11 @@ def _num_copies(num_bytes: int) -> int:
     return -(-limits.READ_BYTES // num_bytes)
 
 
-def _program(engine: CpuEngine, width: int, *product_type: RowType) -> tuple[Program, int]:
+def _program(engine: CpuEngine, width: int, product_type: RowType = RowType.FLOATS) -> tuple[Program, int]:
     """An empty program, and the buffer into which its operations write."""
     from halfbyte.kernels.cpu.program import Program
 
-    program = Program(engine, *product_type)
+    program = Program(engine, product_type)
     return program, program.buffer("out", width)
 
 

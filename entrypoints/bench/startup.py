@@ -78,7 +78,9 @@ def measure(engine: Mapping[str, Any], num_iters: int, num_iters_warmup: int, id
         yaml.safe_dump({flag.name: engine[flag.target] for flag in ENGINE_FLAGS if flag.target in engine}, config)
         config.flush()
         command = [*_SERVE, "--config", config.name]
-        starts = [start_once(command, idle_s) for _ in range(num_iters_warmup + num_iters)][num_iters_warmup:]
+        for _ in range(num_iters_warmup):
+            start_once(command)
+        starts = [start_once(command, idle_s) for _ in range(num_iters)]
     return {name: Spread.of([start[name] for start in starts]) for name in starts[0]}
 
 

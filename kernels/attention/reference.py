@@ -78,6 +78,7 @@ class ReferenceBackend:
         spec: AttentionSpec,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
+        assert spec.sinks is (sinks_H is not None), "a spec with sinks comes with their values"
         cache.format.write(k_TGD, v_TGD, cache, metadata.slot_mapping)
         out_THD = q_THD.new_zeros(q_THD.shape[0], spec.num_heads, spec.head_dim_v)
         for tile in metadata.plan:

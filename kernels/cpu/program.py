@@ -22,7 +22,6 @@ from halfbyte.kernels.cpu import abi
 from halfbyte.kernels.cpu.abi import ACTIVATIONS, CACHE_FORMATS, OpCode, RowType
 from halfbyte.kernels.cpu.library import CpuEngine
 from halfbyte.kernels.cpu.weights import PackedMatrix
-from halfbyte.platform import huge_pages
 
 if TYPE_CHECKING:
     from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
@@ -146,6 +145,7 @@ class Program:
         qkv holds q, k and v side by side; rotation: a buffer of `rotary`, or NO_ROTATION.
         """
         self._note_output(out, spec.num_heads * spec.head_dim_v)
+        assert spec.sinks is (sinks_H is not None), "a spec with sinks comes with their values"
         attention = self._keep(attention_structure(spec, cache, group))
         attention.sinks = None if sinks_H is None else self._floats(sinks_H)
         pointer = ctypes.pointer(attention)
@@ -204,11 +204,7 @@ class Program:
     def _compile(self) -> tuple[Any, Any]:
         if self._compiled is None:
             rows = self._engine.slice_rows
-            widths = [width + _ROW_GAP for width in self._widths.values()]
-            # Huge pages: where small ones fall decides whether rows meet in the same lines of a cache, by a tenth of a prefill.
-            memory = torch.frombuffer(huge_pages(max(1, rows * sum(widths)) * 4), dtype=torch.float32)
-            parts = memory[: rows * sum(widths)].split([rows * width for width in widths])
-            self._memory = [part.view(rows, -1) for part in parts]
+            self._memory = [torch.zeros(rows, width + _ROW_GAP) for width in self._widths.values()]
             buffers = (abi.Buffer * len(self._memory))(*(abi.Buffer(m.data_ptr(), m.stride(0)) for m in self._memory))
             self._compiled = (abi.Op * len(self._ops))(*self._ops), buffers
         return self._compiled

@@ -6,7 +6,7 @@ Shape letters: T tokens, L context, H heads, G kv heads, D head dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -270,7 +270,8 @@ def test_a_sink_takes_weight_and_has_no_value() -> None:
     backend = get_backend("reference")
     backend.prepare(metadata, spec.sliding_window)
     kv = (sequence.q_LHD, sequence.k_LGD, sequence.v_LGD)
-    plain_THD, with_sinks_THD = (backend.forward(*kv, batch.cache, metadata, spec, sinks) for sinks in (None, sinks_H))
+    plain_THD = backend.forward(*kv, batch.cache, metadata, spec)
+    with_sinks_THD = backend.forward(*kv, batch.cache, metadata, replace(spec, sinks=True), sinks_H)
     k_LHD = sequence.k_LGD.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
     scores_HQL = torch.einsum("qhd,lhd->hql", sequence.q_LHD * spec.scale, k_LHD)
     scores_HQL = scores_HQL.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from halfbyte.entrypoints.bench import kernels
-from halfbyte.entrypoints.bench.kernels import DENSE_FORMATS, KERNEL_NAMES, WEIGHTS, Plan, describe, measure
+from halfbyte.entrypoints.bench.kernels import KERNEL_NAMES, KV_FORMATS, WEIGHTS, Plan, describe, measure
 from halfbyte.kernels.cpu import limits
 from halfbyte.kernels.cpu.library import CpuEngine, KernelsMissing, instruction_sets
 
@@ -52,7 +52,7 @@ def test_every_kernel_runs(kernel: str, isa: str, measured: dict[str, Any], monk
     assert all(row["num_flops"] > 0 and row["share_of_limit"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("name", DENSE_FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_what_attention_has_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READ_BYTES", 1 << 16)
     plan = Plan(kv_cache_dtype=name, heads=(4, 2, 8), decode=((3, 20),), prefill=((3, 4),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from pathlib import Path
 
@@ -165,6 +166,7 @@ def test_layers_of_one_position_share_memory_and_positions_do_not(name: str) -> 
             assert bool(found) == (position == 0)
 
 
+@pytest.mark.skipif(tuple(map(int, platform.release().split(".")[:2])) < (5, 14), reason="needs MADV_POPULATE_WRITE")
 def test_populating_changes_no_content() -> None:
     spec = KVCacheSpec(num_kv_heads=2, head_dim=64, head_dim_v=64, block_size=16, sliding_window=None, format="bfloat16")
     tensors = KVTensors(make_layout([spec, spec], _page_bytes), 2000, "cpu")

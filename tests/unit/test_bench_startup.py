@@ -106,7 +106,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Each start's engine flags, as the server would read them; the n-th start takes n seconds."""
     seen: list[dict[str, Any]] = []
 
-    def start(command: list[str], idle_s: float) -> dict[str, float]:
+    def start(command: list[str], idle_s: float = 0) -> dict[str, float]:
         assert command[:-2] == list(startup._SERVE) and command[-2] == "--config"
         seen.append(yaml.safe_load(Path(command[-1]).read_text()))
         return {"warm up": 0.5, FIRST_TOKEN: float(len(seen))} | ({startup.IDLE: len(seen) / 1000} if idle_s else {})

@@ -12,8 +12,8 @@
 namespace HB_ISA {
 
 constexpr int kMaxRows = 64;  // queries times heads per kv head; as MAX_HEADS_PER_KV_HEAD of abi.py
-constexpr int kManyVectors = kVectors > 4 ? kVectors : 4;                 // vectors of a tile of few rows,
-constexpr int kFewRows = kRows * kVectors / kManyVectors;                 // which are so many
+constexpr int kManyVectors = 4;                            // vectors of a tile of few rows,
+constexpr int kFewRows = kRows * kVectors / kManyVectors;  // which are so many
 
 HB_INLINE int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
@@ -120,27 +120,18 @@ static __attribute__((noinline)) void add_values(const Panels& p, int dim, int n
     for (int n = 0; n < N; n++) store(out + r * ldo + dim + n * kLanes, acc[r][n]);
 }
 
-// `rows` <= ROWS rows: the kernel of exactly that many.
-template <class Product, int ROWS, int N>
+template <class Product, int MOST, int N>
 HB_INLINE void score_rows(int rows, const Panels& p, int key, int num_words, const float* q, int64_t ldq, float* scores) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) score<Product, ROWS, N>(p, key, num_words, q, ldq, scores);
-    else score_rows<Product, ROWS - 1, N>(rows, p, key, num_words, q, ldq, scores);
-  }
+  exactly<MOST>(rows, [&](auto count) __attribute__((always_inline)) {
+    score<Product, decltype(count)::value, N>(p, key, num_words, q, ldq, scores);
+  });
 }
 
-template <class Product, int ROWS, int N>
+template <class Product, int MOST, int N>
 HB_INLINE void add_rows(int rows, const Panels& p, int dim, int num_keys, const float* weights, float* out, int64_t ldo) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) add_values<Product, ROWS, N>(p, dim, num_keys, weights, out, ldo);
-    else add_rows<Product, ROWS - 1, N>(rows, p, dim, num_keys, weights, out, ldo);
-  }
-}
-
-// Calls part(first row, rows) for `num_rows` rows in parts as equal as can be.
-template <class Part> HB_INLINE void cut_rows(int num_rows, const Part& part) {
-  const int num_parts = (num_rows + kRows - 1) / kRows;
-  for (int t = 0, row = 0, rows; t < num_parts; t++, row += rows) part(row, rows = (num_rows - row + num_parts - t - 1) / (num_parts - t));
+  exactly<MOST>(rows, [&](auto count) __attribute__((always_inline)) {
+    add_values<Product, decltype(count)::value, N>(p, dim, num_keys, weights, out, ldo);
+  });
 }
 
 // All queries against the keys of a tile: few rows take more vectors at a time, for one alone would wait for its own chain.
@@ -150,7 +141,7 @@ template <class Product> HB_INLINE void score_tile(const Panels& p, int count, i
       score_rows<Product, kFewRows, kManyVectors>(num_rows, p, key, num_words, q, ldq, scores);
   else
     for (int key = 0; key < count; key += kVectors * kLanes)
-      cut_rows(num_rows, [&](int row, int rows) __attribute__((always_inline)) {
+      cut_rows<kRows>(num_rows, [&](int, int row, int rows) __attribute__((always_inline)) {
         score_rows<Product, kRows, kVectors>(rows, p, key, num_words, q + row * ldq, ldq, scores + row * kKeys);
       });
 }
@@ -161,7 +152,7 @@ template <class Product> HB_INLINE void add_tile(const Panels& p, int count, int
     for (; dim + kManyVectors * kLanes <= wide_v; dim += kManyVectors * kLanes)
       add_rows<Product, kFewRows, kManyVectors>(num_rows, p, dim, count, weights, out, wide_v);
   for (; dim < wide_v; dim += kPanel)
-    cut_rows(num_rows, [&](int row, int rows) __attribute__((always_inline)) {
+    cut_rows<kRows>(num_rows, [&](int, int row, int rows) __attribute__((always_inline)) {
       add_rows<Product, kRows, kVectors>(rows, p, dim, count, weights + row * kKeys, out + row * wide_v, wide_v);
     });
 }

@@ -6,7 +6,7 @@
 
 namespace HB_ISA {
 
-constexpr int kPairDims = 32;
+constexpr int kPairDims = 32;  // as PAIR_DIMS of abi.py
 static_assert(kPairDims % kPanel == 0, "values must fill panels");
 
 struct PairTile {

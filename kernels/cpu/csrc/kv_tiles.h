@@ -20,7 +20,7 @@
 namespace HB_ISA {
 
 constexpr int kMaxHeadDim = 512;  // as MAX_HEAD_DIM of abi.py
-constexpr int kKeys = 64, kGroupKeys = 16, kGroups = kKeys / kGroupKeys;
+constexpr int kKeys = 64, kGroupKeys = 16, kGroups = kKeys / kGroupKeys;  // kGroupKeys: as PAIR_BLOCK of abi.py
 static_assert(kGroupKeys % kLanes == 0 && kPartKeys % kKeys == 0, "vectors must fill groups, parts must hold whole tiles");
 
 // Keys start .. tile + count of a request; tile is a multiple of kKeys and at most start.

@@ -86,14 +86,31 @@ static __attribute__((noinline)) void tile(
       for (int v = 0; v < kVectors; v++) store(y + r * ldy + p * kPanel + v * kLanes, acc[r][p][v]);
 }
 
-// `rows` <= ROWS rows: the tile of exactly that many.
-template <class F, int ROWS, int PANELS>
+template <int N> struct Count {
+  static constexpr int value = N;
+};
+
+// Calls body(Count<rows>) for 1 <= rows <= MOST: kernels are compiled for each number of rows.
+template <int MOST, class Body> HB_INLINE void exactly(int rows, const Body& body) {
+  if constexpr (MOST > 0) {
+    if (rows == MOST) body(Count<MOST>{});
+    else exactly<MOST - 1>(rows, body);
+  }
+}
+
+// Calls each(index, first row, rows) for `num_rows` rows in parts of at most MOST, as equal as can be.
+template <int MOST, class Each> HB_INLINE void cut_rows(int num_rows, const Each& each) {
+  const int num_parts = (num_rows + MOST - 1) / MOST;
+  for (int t = 0, row = 0, rows; t < num_parts; t++, row += rows) each(t, row, rows = (num_rows - row + num_parts - t - 1) / (num_parts - t));
+}
+
+// A tile of `rows` <= MOST rows.
+template <class F, int MOST, int PANELS>
 HB_INLINE void tile_of(
     int rows, const uint8_t* panel, int64_t panel_bytes, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) tile<F, ROWS, PANELS>(panel, panel_bytes, ahead, K, x, ldx, y, ldy, resumes);
-    else tile_of<F, ROWS - 1, PANELS>(rows, panel, panel_bytes, ahead, K, x, ldx, y, ldy, resumes);
-  }
+  exactly<MOST>(rows, [&](auto count) __attribute__((always_inline)) {
+    tile<F, decltype(count)::value, PANELS>(panel, panel_bytes, ahead, K, x, ldx, y, ldy, resumes);
+  });
 }
 
 // Any number of rows against one dense panel, in tiles as equal as can be. One tile streams the panel past it; of several, all but
@@ -104,11 +121,9 @@ static void multiply_dense(
   const int num_tiles = (M + kRows - 1) / kRows;
   const uint8_t* next = panel + (num_tiles == 1 ? kAheadBytes : next_bytes);
   const int64_t share = next_bytes / num_tiles, bytes = share * F::kGroup / K;
-  for (int t = 0, row = 0; t < num_tiles; t++) {
-    int rows = (M - row + num_tiles - t - 1) / (num_tiles - t);
+  cut_rows<kRows>(M, [&](int t, int row, int rows) __attribute__((always_inline)) {
     tile_of<F, kRows, 1>(rows, panel, 0, {next + t * share, (int)bytes}, K, x + row * ldx, ldx, y + row * ldy, ldy, resumes);
-    row += rows;
-  }
+  });
 }
 
 // kPieceInputs inputs of a panel from group `first_group`, as an F32 panel.
@@ -181,15 +196,6 @@ static __attribute__((noinline)) void dot_tile(const uint8_t* panel, Ahead ahead
     for (int v = 0; v < kVectors; v++) store(y + r * ldy + v * kLanes, acc[r][v]);
 }
 
-// `rows` <= ROWS rows: the tile of exactly that many.
-template <class F, int ROWS, int PLANES>
-HB_INLINE void dot_tile_of(int rows, const uint8_t* panel, Ahead ahead, int K, const float* x, int64_t ldx, float* y, int64_t ldy) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) dot_tile<F, ROWS, PLANES>(panel, ahead, K, x, ldx, y, ldy);
-    else dot_tile_of<F, ROWS - 1, PLANES>(rows, panel, ahead, K, x, ldx, y, ldy);
-  }
-}
-
 // y[M, num_panels * kPanel] for panels `panel` and, when num_panels is 2, the next. piece: scratch of kPieceInputs * kPanel.
 template <class F>
 static void multiply_as(
@@ -210,11 +216,11 @@ static void multiply_whole_as(const Matrix& w, int panel, int num_panels, int M,
   const int64_t share = w.panel_bytes / num_tiles, bytes = share * F::kGroup / K;
   for (int p = 0; p < num_panels; p++) {
     const uint8_t *at = (const uint8_t*)w.data + (panel + p) * w.panel_bytes, *next = at + (num_tiles == 1 ? kAheadBytes : w.panel_bytes);
-    for (int t = 0, row = 0; t < num_tiles; t++) {
-      int rows = (M - row + num_tiles - t - 1) / (num_tiles - t);
-      dot_tile_of<F, kTileRows, PLANES>(rows, at, {next + t * share, (int)bytes}, K, x + row * ldx, ldx, y + row * ldy + p * kPanel, ldy);
-      row += rows;
-    }
+    cut_rows<kTileRows>(M, [&](int t, int row, int rows) __attribute__((always_inline)) {
+      exactly<kTileRows>(rows, [&](auto count) __attribute__((always_inline)) {
+        dot_tile<F, decltype(count)::value, PLANES>(at, {next + t * share, (int)bytes}, K, x + row * ldx, ldx, y + row * ldy + p * kPanel, ldy);
+      });
+    });
   }
 }
 

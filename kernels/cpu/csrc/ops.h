@@ -200,8 +200,8 @@ HB_INLINE V activate(V gate, int activation) {
 
 // out = activation(in * gate^T) * (in * up^T); matrices: gate, up. Item: a panel of both, a block of rows.
 static void gated(const Op& op, const Slice& slice, int64_t item, uint8_t* scratch) {
-  const Matrix &gate = op.matrices[0], &up = op.matrices[1];
-  const auto [first, panel, panels, start, end] = Part::of(item, op.matrices, 1, slice);
+  const auto [gate, panel, panels, start, end] = Part::of(item, op.matrices, 1, slice);
+  const Matrix& up = op.matrices[1];
   const int column = panel * kPanel, wide = panels * kPanel;
   const int width = gate.num_outputs - column < wide ? gate.num_outputs - column : wide;
   float *piece = (float*)scratch, *g = piece + kPieceInputs * kPanel, *u = g + kBlockRows * kPanel * 2;

@@ -1,4 +1,4 @@
-// Where the rows of an operation's inputs and outputs lie.
+// Where the rows of an operation's inputs and outputs lie, and what they hold where products read them.
 #pragma once
 #include "program.h"
 #include "simd.h"
