@@ -9,21 +9,28 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfbyte.config import EngineConfig, EngineOptions
 from halfbyte.engine.core import EngineCore
-from halfbyte.engine.front import find_model
+from halfbyte.engine.front import find_model, load_front
+from halfbyte.engine.kv_calibration import check, needs_calibration, prepare_parts
+from halfbyte.engine.kv_plan import read_plan
 from halfbyte.engine.scheduler import Scheduler
-from halfbyte.errors import CapacityError
+from halfbyte.errors import CapacityError, UnsupportedError
 from halfbyte.kernels.attention import BACKENDS
+from halfbyte.kernels.attention.selection import AUTO, LayerFacts, Reader, model_rule, readings, refusals
 from halfbyte.kernels.cpu.library import KernelsMissing, load
 from halfbyte.kvcache.formats import FORMATS
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
 from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_files
+from halfbyte.model_runner.kv_scheme import KVScheme, kv_scheme
+from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json
 from halfbyte.platform import Platform, available_memory_bytes, detect_platform
 from halfbyte.resolve import AUTO_FIT, ModelFacts, config_lines, resolve
 from halfbyte.types import EngineInfo
@@ -58,12 +65,18 @@ def build_engine(
     phases.end("read configuration")
     backends = _attention_backends(platform)
     phases.end("load CPU kernels")
-    config = resolve(options, _facts(decoder), platform, kv_formats=tuple(FORMATS), attention_backends=backends, streams=streams)
+    config = resolve_all(options, files, decoder, platform, backends, streams=streams)
     from halfbyte.model_runner.runner import load_runner
 
     phases.end("resolve configuration, import torch")
     runner = load_runner(config, files, decoder, platform)
     phases.end("load weights")
+    parts = prepare_parts(config, files, runner, lambda: load_front(options).tokenizer, log.info)
+    runner.set_parts(parts.layers)
+    runner.report += parts.lines
+    if needs_calibration(config.cache.layer_dtypes) and config.cache.kv_check != "off":
+        runner.report.append(check(config, runner, load_front(options).tokenizer))
+    phases.end("prepare KV formats")
     capacity = _size(config, decoder, platform, runner)
     config = replace(config, model=replace(config.model, max_model_len=capacity.max_model_len))
     runner.allocate_cache(capacity.num_blocks, capacity.max_model_len)
@@ -75,9 +88,70 @@ def build_engine(
         capacity.num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        content=parts.digest,
     )
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len)
     return EngineCore(scheduler, runner), _info(config, decoder, capacity, runner, phases.done)
+
+
+def resolve_all(
+    options: EngineOptions,
+    files: ModelFiles,
+    decoder: DecoderConfig,
+    platform: Platform,
+    backends: Sequence[str],
+    *,
+    streams: bool = False,
+) -> EngineConfig:
+    """The configuration, with an attention back end that reads every layer's KV format. No weight is read.
+
+    backends: those of this machine, the best first. UserError and UnsupportedError as `resolve`, and for what no back end reads.
+    """
+    rule = model_rule(decoder.architecture, platform)
+    facts = ModelFacts(
+        architecture=decoder.architecture,
+        dtype=decoder.checkpoint_dtype,
+        max_position=decoder.max_position,
+        vocab_size=decoder.vocab_size,
+        layer_windows=tuple(decoder.layer_windows),
+        kv_format=None if rule is None else rule.kv_format,
+        kv_origin=f"rule for {decoder.architecture}",
+    )
+    scheme = checkpoint_scheme(files)
+    if scheme is not None:
+        facts = replace(facts, kv_format=scheme.kv_format, kv_origin="checkpoint")
+    plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
+    settled = partial(resolve, options, facts, platform, kv_formats=tuple(FORMATS), streams=streams, kv_plan=plan)
+    config = settled(attention_backends=backends)
+    if scheme is not None and (refusal := scheme.refuse(config.cache.kv_cache_dtype)):
+        raise UnsupportedError(refusal)
+    if config.origins["kv_cache_dtype"] == facts.kv_origin and rule is not None and scheme is None:
+        log.info("KV cache in %s: %s; %s; --kv-cache-dtype overrides it", rule.kv_format, rule.reason, rule.cost)
+    chosen = _choose_backend(config, decoder, platform, options.attention_backend, backends)
+    return settled(attention_backends=(chosen, *(name for name in backends if name != chosen)))
+
+
+def checkpoint_scheme(files: ModelFiles) -> KVScheme | None:
+    """What a Hugging Face folder says of its KV cache."""
+    if files.kind != "hf":
+        return None
+    return kv_scheme(read_json(files.path / "config.json"), read_optional_json(files.path / "hf_quant_config.json"))
+
+
+def _choose_backend(config: EngineConfig, decoder: DecoderConfig, platform: Platform, asked: str, backends: Sequence[str]) -> str:
+    """The best back end that reads each layer in its format."""
+    from halfbyte.model_runner.layers.attention import attention_spec
+
+    layers: dict[str, list[LayerFacts]] = {}
+    for index, name in enumerate(config.cache.layer_dtypes):
+        layers.setdefault(name, []).append(LayerFacts(attention_spec(decoder, index), config.cache.block_size))
+    found = [readings(platform, name, list(dict.fromkeys(each)), backends) for name, each in layers.items()]
+    names = [name for name in found[0] if asked in (AUTO, name)]
+    able = {name: [reader for one in found if isinstance(reader := one[name], Reader)] for name in names}
+    able = {name: readers for name, readers in able.items() if len(readers) == len(found)}
+    if not able:
+        raise UnsupportedError(*dict.fromkeys(r for one in found for r in refusals({n: one[n] for n in names})))
+    return min(able, key=lambda name: not all(reader.is_fast for reader in able[name]))
 
 
 def _attention_backends(platform: Platform) -> tuple[str, ...]:
@@ -105,16 +179,6 @@ class _Phases:
         self.done.append((name, now_s - self._since_s))
         self._report(name, now_s - self._since_s)
         self._since_s = now_s
-
-
-def _facts(decoder: DecoderConfig) -> ModelFacts:
-    return ModelFacts(
-        architecture=decoder.architecture,
-        dtype=decoder.checkpoint_dtype,
-        max_position=decoder.max_position,
-        vocab_size=decoder.vocab_size,
-        num_layers=decoder.num_layers,
-    )
 
 
 def _size(config: EngineConfig, decoder: DecoderConfig, platform: Platform, runner: ModelRunner) -> KVCapacity:
@@ -162,7 +226,7 @@ def _info(
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         max_num_queued_tokens=config.scheduler.max_num_queued_tokens,
         scheduling_policy=config.scheduler.policy,
-        block_size=capacity.layout.block_size,
+        block_size=capacity.layout.unit_tokens,
         num_blocks=capacity.num_blocks,
         kv_cache_bytes=capacity.num_bytes,
         kv_cache_tokens=capacity.num_tokens,

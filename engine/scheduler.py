@@ -330,8 +330,9 @@ class Scheduler:
         return None, None
 
     def _extend_hashes(self, request: Request) -> None:
-        if self.manager.enable_prefix_caching:
-            extend_hashes(request.block_hashes, request.token_ids, self.manager.block_size, request.cache_salt)
+        manager = self.manager
+        if manager.enable_prefix_caching:
+            extend_hashes(request.block_hashes, request.token_ids, manager.block_size, request.cache_salt, manager.content)
 
     def _end(self, request: Request, last: EngineOutput) -> EngineOutput:
         """Release all that a request holds; its row is released by the runner in the next step."""

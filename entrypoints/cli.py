@@ -25,7 +25,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("halfbyte.entrypoints.commands.chat", "talk to a running server"),
     "fetch": ("halfbyte.entrypoints.commands.fetch", "download a model of the catalogue and print its path"),
     "bench": ("halfbyte.entrypoints.commands.bench", "measure latency, throughput, a server, its start or the kernels"),
+    "calibrate": ("halfbyte.entrypoints.commands.calibrate", "measure a model once for low-precision KV caches"),
+    "kv-eval": ("halfbyte.entrypoints.commands.kv_eval", "measure what KV cache formats cost in accuracy"),
     "support": ("halfbyte.entrypoints.commands.support", "what this build supports, on which platforms"),
+    "kv-plan": ("halfbyte.entrypoints.commands.kv_plan", "what each KV format makes of a given memory"),
+    "kv-tune": ("halfbyte.entrypoints.commands.kv_tune", "find the KV format of each layer that costs the least accuracy"),
     "collect-env": ("halfbyte.entrypoints.commands.collect_env", "what this machine has, for a bug report"),
 }
 

@@ -21,6 +21,8 @@ from halfbyte.resolve import (
     CPU_ACTIVATIONS,
     DTYPE_ALIASES,
     DTYPES,
+    KV_ALIASES,
+    KV_CHECKS,
     LOAD_FORMATS,
     LOGPROBS_MODES,
     QUANTIZATIONS,
@@ -38,7 +40,7 @@ UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 def kv_cache_dtypes() -> tuple[str, ...]:
     from halfbyte.kvcache.formats import FORMATS
 
-    return ("auto", *FORMATS)
+    return ("auto", "fp8", *FORMATS)
 
 
 def attention_backends() -> tuple[str, ...]:
@@ -48,7 +50,7 @@ def attention_backends() -> tuple[str, ...]:
 
 
 def _check_kv_cache_dtype(name: str) -> None:
-    _raise(kv_cache_dtype_refusal(DTYPE_ALIASES.get(name, name), kv_cache_dtypes()[1:]))
+    _raise(kv_cache_dtype_refusal(KV_ALIASES.get(name, name), kv_cache_dtypes()[1:]))
 
 
 def _check_load_format(name: str) -> None:
@@ -157,6 +159,23 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _model("num-threads", "CPU threads (default: what affinity and cgroup quota grant)", kind="integer"),
     _cache("block-size", "tokens per KV block (default: 16)", kind="integer"),
     _cache("kv-cache-dtype", "format of cached keys and values", choices=kv_cache_dtypes, check=_check_kv_cache_dtype),
+    _cache(
+        "kv-cache-dtype-skip-layers",
+        "layers whose cache stays in the model's dtype: numbers, or sliding_window (default: none)",
+        kind="texts",
+    ),
+    _cache(
+        "kv-cache-first-tokens",
+        "tokens at the beginning of each sequence that stay in the model's dtype (default: 0; 16 for kv4, kv5, kv6)",
+        kind="integer",
+    ),
+    _cache("kv-cache-plan", "file of `halfbyte kv-tune`: a KV format for each layer"),
+    _cache("kv-calibration", "file of `halfbyte calibrate` (default: beside the model or in the cache folder, else made)"),
+    _cache(
+        "kv-check",
+        "when a calibrated format loses too much on held-back text at start: refuse, warn, or off for no check",
+        choices=lambda: KV_CHECKS,
+    ),
     _cache("kv-cache-memory-bytes", "exact size of the KV cache, such as 4G (default: what the memory holds)", kind="size"),
     _cache("gpu-memory-utilization", "part of the memory to use, in (0, 1] (default: 0.92; 0.5 on a CPU)", kind="number"),
     _cache("num-gpu-blocks-override", "exact number of KV blocks (default: what the memory holds)", kind="integer"),
@@ -266,8 +285,7 @@ REFUSED_FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("--quantization-config",), _NO_QUANTIZATION),
     **dict.fromkeys(("--kv-transfer-config", "--kv-events-config", "--ec-transfer-config"), _NO_TRANSFER),
     **dict.fromkeys(("--kv-offloading-size", "--kv-offloading-backend", "--cpu-offload-gb"), _NO_TRANSFER),
-    "--kv-cache-dtype-skip-layers": "all layers share one KV format; use --kv-cache-dtype",
-    "--calculate-kv-scales": "the KV formats here need no scales; leave it out",
+    "--calculate-kv-scales": "scales come from the checkpoint, or from `halfbyte calibrate MODEL`",
     "--prefix-caching-hash-algo": "blocks are keyed with sha256; leave it out",
     "--attention-config": "use --attention-backend",
     "-ac": "use --attention-backend",

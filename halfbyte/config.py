@@ -6,7 +6,7 @@ environment variable changes results. Sizes are bytes or tokens as the suffix sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,11 @@ class EngineOptions:
     seed: int | None = None
     block_size: int | None = None
     kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: Sequence[str] | None = None
+    kv_cache_first_tokens: int | None = None
+    kv_cache_plan: str | None = None
+    kv_calibration: str | None = None
+    kv_check: str = "refuse"
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     num_gpu_blocks_override: int | None = None
@@ -77,10 +82,19 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. `kv_cache_memory_bytes` is what the user fixed, else None: then it comes from free memory."""
+    """The paged KV cache. `kv_cache_memory_bytes` is what the user fixed, else None: then it comes from free memory.
+
+    layer_dtypes: the KV format of each layer; kv_cache_dtype is that of all which have no other. first_tokens: how many at the
+    beginning of a sequence stay in the model's dtype, None: as the formats want it. kv_calibration: a file of `halfbyte calibrate`;
+    None: found, or made when a format needs it. kv_check: what happens when a calibrated format fails its check at start.
+    """
 
     block_size: int
     kv_cache_dtype: str
+    layer_dtypes: tuple[str, ...]
+    first_tokens: int | None
+    kv_calibration: str | None
+    kv_check: str
     kv_cache_memory_bytes: int | None
     memory_utilization: float
     num_blocks_override: int | None

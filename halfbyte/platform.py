@@ -2,7 +2,8 @@
 
 Knows Linux's files (/proc, cgroup v1 and v2) and nothing of models. A container's quota counts, not the host's size: a host
 with 64 cores that grants 4 answers 4. torch is imported only when a GPU is asked for or its device file is there. Called by
-`halfbyte.engine.build`, `halfbyte collect-env` and `halfbyte support`.
+`halfbyte.engine.build` and `halfbyte collect-env`; `platform_named` stands in for machines that are not here, in
+`halfbyte support` and `halfbyte kv-plan`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ _ISA_OF_INTEREST = (
 _BF16_ISA = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 _MIN_CUDA_BF16 = (8, 0)
 
+# The platforms that can be asked about by name: the CPU, CUDA's compute capabilities, ROCm's architectures.
+_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+_GFX = ("gfx90a", "gfx942", "gfx950")
+PLATFORM_NAMES = ("cpu", *(f"sm{major}{minor}" for major, minor in _CAPABILITIES), *_GFX)
+
 _ROOT = Path("/")
 
 log = logging.getLogger(__name__)
@@ -43,7 +49,7 @@ class Platform:
 
     num_threads: cores granted, the smaller of CPU affinity and cgroup quota (rounded down), at least 1.
     memory_limit_bytes: of the memory that holds weights and KV: the host's or the cgroup's limit, or the GPU's own.
-    isa: instruction sets of the CPU. capability: CUDA's (major, minor), None elsewhere.
+    isa: instruction sets of the CPU. capability: CUDA's (major, minor), None elsewhere. gfx: ROCm's architecture, "" elsewhere.
     """
 
     device: Device
@@ -53,9 +59,15 @@ class Platform:
     isa: tuple[str, ...] = ()
     native_bf16: bool = False
     capability: tuple[int, int] | None = None
+    gfx: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """What kernels are made for: "sm90", "gfx942", "cpu" (of `PLATFORM_NAMES`, or alike)."""
+        return f"sm{self.capability[0]}{self.capability[1]}" if self.capability else self.gfx or self.device
 
     def __str__(self) -> str:
-        kind = f"{self.device} sm{self.capability[0]}{self.capability[1]}" if self.capability else self.device
+        kind = self.device if self.architecture == self.device else f"{self.device} {self.architecture}"
         return f"{kind}, {self.name}, {self.num_threads} threads, {self.memory_limit_bytes / 2**30:.1f} GiB"
 
 
@@ -80,6 +92,22 @@ def detect_platform(device: str = "auto", *, root: Path = _ROOT) -> Platform:
         found = gpu.device if gpu else "none"
         raise UserError(f"device {device} is not usable: torch finds {found}; use --device auto or cpu", param="device")
     return gpu
+
+
+def platform_named(name: str) -> Platform:
+    """A platform of `PLATFORM_NAMES` as described, not as found: one thread, and memory of no known size (0)."""
+    if name not in PLATFORM_NAMES:
+        raise UserError(f"--platform must be one of {', '.join(PLATFORM_NAMES)}, got {name!r}", param="platform")
+    capability = next(((major, minor) for major, minor in _CAPABILITIES if name == f"sm{major}{minor}"), None)
+    return Platform(
+        device="cpu" if name == "cpu" else "rocm" if capability is None else "cuda",
+        name=name,
+        num_threads=1,
+        memory_limit_bytes=0,
+        native_bf16=True,
+        capability=capability,
+        gfx=name if name in _GFX else "",
+    )
 
 
 def available_memory_bytes(platform: Platform, *, root: Path = _ROOT) -> int:
@@ -152,6 +180,7 @@ def _gpu(root: Path) -> Platform | None:
         isa=_cpuinfo(root)[1],
         native_bf16=capability is None or capability >= _MIN_CUDA_BF16,
         capability=capability,
+        gfx=getattr(properties, "gcnArchName", "").partition(":")[0] if is_rocm else "",
     )
 
 

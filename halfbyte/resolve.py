@@ -25,10 +25,12 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 # Names that vLLM knows and this build does not: they are refused as such, not as typing mistakes.
-UNSUPPORTED_KV_CACHE_DTYPES = frozenset(
-    {"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "nvfp4_4over6", "ultraquant_4bit"}
-    | {f"{kind}_per_token_head" for kind in ("int4", "int8", "fp8")}
-)
+UNSUPPORTED_KV_CACHE_DTYPES = frozenset({"fp8_inc", "turboquant_k3v4_nc", "turboquant_3bit_nc"})
+KV_ALIASES: Mapping[str, str] = {"fp8": "fp8_e4m3", **DTYPE_ALIASES}
+SLIDING_WINDOW = "sliding_window"
+KV_CHECKS = ("refuse", "warn", "off")
+FIRST_TOKENS_UNIT = 16
+MAX_FIRST_TOKENS = 256
 UNSUPPORTED_LOAD_FORMATS = frozenset(
     {"pt", "npcache", "tensorizer", "runai_streamer", "runai_streamer_sharded", "sharded_state", "mistral", "instanttensor"}
     | {"ipc_cache", "modelexpress"}
@@ -57,14 +59,17 @@ _MAX_BYTES = 2**63 - 1
 class ModelFacts:
     """What the model's configuration says, before any weight is read.
 
-    dtype: the checkpoint's: float32, float16 or bfloat16. max_position: its longest context, in tokens.
+    dtype: the checkpoint's: float32, float16 or bfloat16. max_position: its longest context, in tokens. layer_windows: of each
+    layer, None for full attention. kv_format: what its KV scales, or a rule for such models, ask for; kv_origin: which of them.
     """
 
     architecture: str
     dtype: str
     max_position: int
     vocab_size: int
-    num_layers: int = 0
+    layer_windows: tuple[int | None, ...] = ()
+    kv_format: str | None = None
+    kv_origin: str = "checkpoint"
 
 
 def resolve(
@@ -75,11 +80,13 @@ def resolve(
     kv_formats: Sequence[str] = ("bfloat16", "float16", "float32"),
     attention_backends: Sequence[str] = ("reference",),
     streams: bool = False,
+    kv_plan: Sequence[str] | None = None,
 ) -> EngineConfig:
     """The configuration that runs, frozen, with `origins` for each of its fields.
 
     kv_formats, attention_backends: the names that this build has, best first ("auto" takes the first back end).
     streams: whether somebody waits for each token, as behind a server; else only the time of the whole counts.
+    kv_plan: the KV format of each layer, of the file that `kv_cache_plan` names.
     Raises UserError (a wrong value) or UnsupportedError (every refusal at once).
     """
     _check_types(options)
@@ -90,7 +97,7 @@ def resolve(
     asked = None if options.attention_backend == "auto" else options.attention_backend
     backend = pick("attention_backend", asked, _backend(options, attention_backends))
     model = _resolve_model(options, facts, platform, backend, pick)
-    cache = _resolve_cache(options, model.dtype, platform, pick)
+    cache = _resolve_cache(options, model.dtype, facts, platform, pick, kv_formats, kv_plan)
     scheduler = _resolve_scheduler(options, model.max_model_len, platform, pick, streams)
     return EngineConfig(model=model, cache=cache, scheduler=scheduler, attention_backend=backend, origins=pick.origins)
 
@@ -100,7 +107,8 @@ def config_lines(config: EngineConfig) -> list[str]:
     lines = []
     for title in ("model", "cache", "scheduler"):
         part = getattr(config, title)
-        words = [_with_origin(f.name, getattr(part, f.name), config.origins) for f in fields(part)]
+        names = [f.name for f in fields(part) if f.name != "layer_dtypes"]  # the runner tells of those that differ
+        words = [_with_origin(name, getattr(part, name), config.origins) for name in names]
         lines.append(f"{title}: {' '.join(words)}")
     lines.append(_with_origin("attention_backend", config.attention_backend, config.origins))
     return lines
@@ -109,11 +117,22 @@ def config_lines(config: EngineConfig) -> list[str]:
 def kv_cache_dtype_refusal(name: str, kv_formats: Sequence[str]) -> Refusal | None:
     """Why `--kv-cache-dtype name` cannot be used here; UserError when there is no such format anywhere."""
     possible = ("auto", *kv_formats)
-    if name in possible:
+    sides = name.split(",")
+    if name in possible or KV_ALIASES.get(name) in possible:
         return None
-    if name in UNSUPPORTED_KV_CACHE_DTYPES or name.startswith("turboquant_"):
-        return Refusal(f"--kv-cache-dtype {name} is not supported yet", f"possible here: {', '.join(possible)}")
-    raise UserError(f"--kv-cache-dtype must be one of {', '.join(possible)}, got {name!r}", param="kv_cache_dtype")
+    if sorted(side[:2] for side in sides) == ["k:", "v:"]:
+        unknown = [side[2:] for side in sides if KV_ALIASES.get(side[2:], side[2:]) not in kv_formats]
+        if not unknown:
+            return None
+        raise UserError(
+            f"--kv-cache-dtype {name}: K and V can each be one of {', '.join(kv_formats)}, got {unknown[0]!r}",
+            param="kv_cache_dtype",
+        )
+    if name in UNSUPPORTED_KV_CACHE_DTYPES:
+        return Refusal(f"--kv-cache-dtype {name} is not supported", f"possible here: {', '.join(possible)}")
+    raise UserError(
+        f"--kv-cache-dtype must be one of {', '.join(possible)}, or k:FORMAT,v:FORMAT, got {name!r}", param="kv_cache_dtype"
+    )
 
 
 def load_format_refusal(name: str) -> Refusal | None:
@@ -140,7 +159,7 @@ def _refusals(
     options: EngineOptions, platform: Platform, kv_formats: Sequence[str], attention_backends: Sequence[str]
 ) -> list[Refusal]:
     """Everything in the options that this build or machine does not have."""
-    found = [kv_cache_dtype_refusal(_plain(options.kv_cache_dtype), kv_formats), load_format_refusal(options.load_format)]
+    found = [kv_cache_dtype_refusal(options.kv_cache_dtype, kv_formats), load_format_refusal(options.load_format)]
     _one_of("attention_backend", options.attention_backend, ("auto", *attention_backends))
     for name in ("quantization", "cpu_activations"):
         is_compiled = platform.device == "cpu" and _backend(options, attention_backends) == "cpu"
@@ -205,7 +224,15 @@ def _max_model_len(options: EngineOptions, facts: ModelFacts, pick: _Picker) -> 
     return int(pick("max_model_len", given, facts.max_position, "checkpoint"))
 
 
-def _resolve_cache(options: EngineOptions, dtype: DType, platform: Platform, pick: _Picker) -> CacheConfig:
+def _resolve_cache(
+    options: EngineOptions,
+    dtype: DType,
+    facts: ModelFacts,
+    platform: Platform,
+    pick: _Picker,
+    kv_formats: Sequence[str],
+    kv_plan: Sequence[str] | None,
+) -> CacheConfig:
     utilization = options.gpu_memory_utilization
     if utilization is not None and not 0.0 < utilization <= 1.0:
         raise UserError(f"--gpu-memory-utilization must be in (0, 1], got {utilization}", param="gpu_memory_utilization")
@@ -214,17 +241,78 @@ def _resolve_cache(options: EngineOptions, dtype: DType, platform: Platform, pic
     block_size = _count(options, "block_size", 1, BLOCK_SIZES[-1])
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise UserError(f"--block-size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}", param="block_size")
-    kv = _plain(options.kv_cache_dtype)
+    kv = _pick_kv_format(options, dtype, facts, pick)
+    first_tokens = _count(options, "kv_cache_first_tokens", 0, MAX_FIRST_TOKENS)
+    if first_tokens is not None and first_tokens % FIRST_TOKENS_UNIT:
+        raise UserError(
+            f"--kv-cache-first-tokens must be a multiple of {FIRST_TOKENS_UNIT}, got {first_tokens}",
+            param="kv_cache_first_tokens",
+        )
     # block 0 is never handed out, so that a pool needs two
     num_blocks = _count(options, "num_gpu_blocks_override", 2, _MAX_COUNT)
     return CacheConfig(
         block_size=pick("block_size", block_size, DEFAULT_BLOCK_SIZE),
-        kv_cache_dtype=pick("kv_cache_dtype", None if kv == "auto" else kv, dtype, pick.origins["dtype"]),
+        kv_cache_dtype=kv,
+        layer_dtypes=_layer_dtypes(options, kv, dtype, facts, kv_formats, kv_plan),
+        first_tokens=pick("first_tokens", first_tokens, None),
+        kv_calibration=pick("kv_calibration", options.kv_calibration, None),
+        kv_check=pick("kv_check", _given_choice(options, "kv_check", KV_CHECKS), KV_CHECKS[0]),
         kv_cache_memory_bytes=pick("kv_cache_memory_bytes", _count(options, "kv_cache_memory_bytes", 1, _MAX_BYTES), None),
         memory_utilization=pick("memory_utilization", utilization, default_utilization, "platform" if on_cpu else "default"),
         num_blocks_override=pick("num_blocks_override", num_blocks, None),
         enable_prefix_caching=pick("enable_prefix_caching", options.enable_prefix_caching, True),
     )
+
+
+def _pick_kv_format(options: EngineOptions, dtype: DType, facts: ModelFacts, pick: _Picker) -> str:
+    """What the user says, else what the checkpoint's scales or the model's rule ask for, else the model's dtype."""
+    asked = ",".join(side[:2] + KV_ALIASES.get(side[2:], side[2:]) for side in options.kv_cache_dtype.split(","))
+    asked = KV_ALIASES.get(options.kv_cache_dtype, asked if "," in options.kv_cache_dtype else options.kv_cache_dtype)
+    otherwise = (dtype, pick.origins["dtype"]) if facts.kv_format is None else (facts.kv_format, facts.kv_origin)
+    return str(pick("kv_cache_dtype", None if asked == "auto" else asked, *otherwise))
+
+
+def _layer_dtypes(
+    options: EngineOptions,
+    kv_format: str,
+    dtype: DType,
+    facts: ModelFacts,
+    kv_formats: Sequence[str],
+    kv_plan: Sequence[str] | None,
+) -> tuple[str, ...]:
+    """Each layer's format: that of the plan, or of the whole cache but for the layers that are skipped."""
+    num_layers = len(facts.layer_windows)
+    if kv_plan is None:
+        skipped = _skipped_layers(options, facts)
+        return tuple(dtype if layer in skipped else kv_format for layer in range(num_layers))
+    flag = f"--kv-cache-plan {options.kv_cache_plan}"
+    if options.kv_cache_dtype != "auto" or options.kv_cache_dtype_skip_layers:
+        raise UserError(
+            f"{flag} says the format of every layer; leave --kv-cache-dtype and its skip list out", param="kv_cache_plan"
+        )
+    if len(kv_plan) != num_layers:
+        raise UserError(f"{flag} is for {len(kv_plan)} layers, this model has {num_layers}", param="kv_cache_plan")
+    refusals = [refusal for name in dict.fromkeys(kv_plan) if (refusal := kv_cache_dtype_refusal(name, kv_formats))]
+    if refusals:
+        raise UnsupportedError(*refusals)
+    return tuple(kv_plan)
+
+
+def _skipped_layers(options: EngineOptions, facts: ModelFacts) -> frozenset[int]:
+    """The layers that --kv-cache-dtype-skip-layers names: indices, or all with a sliding window."""
+    found: set[int] = set()
+    flag, num_layers = "--kv-cache-dtype-skip-layers", len(facts.layer_windows)
+    for word in options.kv_cache_dtype_skip_layers or ():
+        if word == SLIDING_WINDOW:
+            found |= {layer for layer, window in enumerate(facts.layer_windows) if window is not None}
+        elif str(word).isdecimal() and int(word) < num_layers:
+            found.add(int(word))
+        else:
+            raise UserError(
+                f"{flag} takes layer numbers from 0 to {num_layers - 1} and {SLIDING_WINDOW}, got {word!r}",
+                param="kv_cache_dtype_skip_layers",
+            )
+    return frozenset(found)
 
 
 def _resolve_scheduler(
@@ -297,6 +385,7 @@ def _check_types(options: EngineOptions) -> None:
         "cpu_activations",
         "device",
         "kv_cache_dtype",
+        "kv_check",
         "scheduling_policy",
         "logprobs_mode",
         "attention_backend",

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice, takewhile
 from typing import Protocol
 
-from halfbyte.kvcache.block_pool import NULL_BLOCK, BlockPool
+from halfbyte.kvcache.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from halfbyte.kvcache.sizing import UNBOUNDED_TOKENS, blocks_for_group, blocks_for_request, longest_request
 from halfbyte.kvcache.spec import KVLayout
 
@@ -48,7 +49,7 @@ class PrefixMatch:
 class _Holding:
     """What one request holds. tables: per group, one entry per block of the sequence, null where it slid out of the window.
 
-    num_dropped: per group, leading entries that are null. num_published: leading blocks that need no publishing any more.
+    num_dropped: per group, leading entries that are null. num_published: leading units that need no publishing any more.
     reserve: blocks that its known tokens will still need, spoken for when it was admitted.
     """
 
@@ -61,15 +62,27 @@ class _Holding:
 
 
 class KVCacheManager:
-    """One pool, one table per request and group. Every group's table has the same length."""
+    """One pool, one table per request and group.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, *, enable_prefix_caching: bool, max_num_batched_tokens: int) -> None:
+    Prefixes are shared in units of `block_size` tokens, the layout's unit; a unit is one entry of a group's table, or several in
+    a group with shorter blocks. content: what the cached numbers depend on beside tokens; part of every prefix's digest.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool,
+        max_num_batched_tokens: int,
+        content: bytes = b"",
+    ) -> None:
+        self.content = content
         self.layout = layout
-        self.block_size = layout.block_size
+        self.block_size = layout.unit_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self._max_batched = max_num_batched_tokens
-        self._windows = [group.spec.sliding_window for group in layout.groups]
         self._holdings: dict[str, _Holding] = {}
         self._reserved = 0
         self._reserve_returns = 0
@@ -96,20 +109,21 @@ class KVCacheManager:
     def match_prefix(self, user: CacheUser) -> PrefixMatch:
         """The longest cached prefix that all groups can serve, in full blocks, short of the last token."""
         if not self.enable_prefix_caching or user.skip_prefix_cache:
-            return PrefixMatch(0, [[] for _ in self._windows])
+            return PrefixMatch(0, [[] for _ in self.layout.groups])
         hashes = user.block_hashes
         length = min(len(hashes), (len(user.token_ids) - 1) // self.block_size)
         longest = -1
         while length != longest:  # a hole in one window shortens the match for all, which moves the other windows
             longest = length
-            for group, window in enumerate(self._windows):
-                length = self._match_group(group, window, hashes, length)
+            for group in range(len(self.layout.groups)):
+                length = self._match_group(group, hashes, length)
         block_ids = []
-        for group, window in enumerate(self._windows):
-            num_null = 0 if window is None else self._out_of_window(length * self.block_size, window)
-            hits = [self.pool.match((group, key)) for key in hashes[num_null:length]]
+        for group, kind in enumerate(self.layout.groups):
+            num_null = kind.entry_of(self._first_needed(group, length * self.block_size))
+            keys = (key for unit in range(length) for _, key in self._entries(group, unit, hashes[unit]))
+            hits = [self.pool.match(key) for entry, key in enumerate(keys) if entry >= num_null]
             block_ids.append([NULL_BLOCK] * num_null + [block for block in hits if block is not None])
-            assert len(block_ids[-1]) == length
+            assert len(block_ids[-1]) == kind.num_entries(length * self.block_size)
         return PrefixMatch(length * self.block_size, block_ids)
 
     def may_fit(self, user: CacheUser) -> bool:
@@ -127,33 +141,34 @@ class KVCacheManager:
         """
         holding = self._holdings.get(user.request_id)
         if holding is None:
-            return self._admit(user, num_new_tokens, match or PrefixMatch(0, [[] for _ in self._windows]))
+            return self._admit(user, num_new_tokens, match or PrefixMatch(0, [[] for _ in self.layout.groups]))
         assert match is None, "a prefix is matched before a request holds blocks"
         self._drop_out_of_window(holding)
         num_tokens = user.num_computed_tokens + num_new_tokens
-        grow = max(0, -(-num_tokens // self.block_size) - len(holding.tables[0]))
-        wanted = grow * len(holding.tables)
-        if wanted > self.pool.num_free:
+        groups = zip(self.layout.groups, holding.tables, strict=True)
+        grow = [max(0, kind.num_entries(num_tokens) - len(table)) for kind, table in groups]
+        if sum(grow) > self.pool.num_free:
             return None
-        self._use_reserve(holding, wanted, num_tokens)
-        if not grow:
-            return [[] for _ in holding.tables]
-        blocks = self.pool.allocate(wanted)
-        new = [blocks[group * grow : (group + 1) * grow] for group in range(len(holding.tables))]
+        self._use_reserve(holding, sum(grow), num_tokens)
+        if not any(grow):
+            return [[] for _ in grow]
+        blocks = iter(self.pool.allocate(sum(grow)))
+        new = [list(islice(blocks, count)) for count in grow]
         for table, ids in zip(holding.tables, new, strict=True):
             table += ids
         return new
 
     def publish(self, user: CacheUser, num_computed_tokens: int) -> None:
-        """Make the full blocks of the first `num_computed_tokens` tokens, whose KV is written, matchable."""
+        """Make the full units of the first `num_computed_tokens` tokens, whose KV is written, matchable."""
         if not self.enable_prefix_caching:
             return
         holding = self._holdings[user.request_id]
-        for index in range(holding.num_published, num_computed_tokens // self.block_size):
+        for unit in range(holding.num_published, num_computed_tokens // self.block_size):
             for group, table in enumerate(holding.tables):
-                if table[index] != NULL_BLOCK:
-                    self.pool.publish(table[index], (group, user.block_hashes[index]))
-            holding.num_published = index + 1
+                for entry, key in self._entries(group, unit, user.block_hashes[unit]):
+                    if table[entry] != NULL_BLOCK:
+                        self.pool.publish(table[entry], key)
+            holding.num_published = unit + 1
 
     def free(self, user: CacheUser) -> None:
         """Take everything from the request; what is published stays matchable until its blocks are needed."""
@@ -163,14 +178,18 @@ class KVCacheManager:
         if holding is None:
             return
         self._return_reserve(holding)
-        for index in reversed(range(len(holding.tables[0]))):
-            self.pool.release(table[index] for table in holding.tables)
+        held = takewhile(lambda unit: any(self._span(g, unit)[0] < len(t) for g, t in enumerate(holding.tables)), count())
+        for unit in reversed(list(held)):  # the tail first, of all groups alike
+            for group, table in enumerate(holding.tables):
+                first, end = self._span(group, unit)
+                self.pool.release(reversed(table[first:end]))
 
     def forget(self, user: CacheUser) -> None:
         """Make nothing of this request's content matchable any more: it may be wrong (non-finite)."""
-        for key in user.block_hashes:
-            for group in range(len(self._windows)):
-                self.pool.unpublish((group, key))
+        for unit, prefix in enumerate(user.block_hashes):
+            for group in range(len(self.layout.groups)):
+                for _, key in self._entries(group, unit, prefix):
+                    self.pool.unpublish(key)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; only possible, and then True, while no request holds blocks."""
@@ -182,16 +201,18 @@ class KVCacheManager:
         owners: Counter[int] = Counter()
         writable: set[int] = set()
         for holding in self._holdings.values():
-            assert len({len(table) for table in holding.tables}) == 1, "tables of all groups have one length"
+            hashes = holding.user.block_hashes
             for group, table in enumerate(holding.tables):
                 dropped = holding.num_dropped[group]
                 assert not any(table[:dropped]) and all(table[dropped:]), "null blocks lead, real blocks follow"
-                assert self._windows[group] is not None or dropped == 0, "full attention drops nothing"
+                assert self.layout.groups[group].sliding_window or dropped == 0, "full attention drops nothing"
                 owners.update(table[dropped:])
-                writable.update(table[max(dropped, holding.num_published) :])
-                for index in range(dropped, len(table)):
-                    key = self.pool.key_of(table[index])
-                    assert key is None or key == (group, holding.user.block_hashes[index]), "a cached block holds this prefix"
+                published = self._span(group, holding.num_published)[0]
+                writable.update(table[max(dropped, published) :])
+                keys = [key for unit, prefix in enumerate(hashes) for _, key in self._entries(group, unit, prefix)]
+                for entry in range(dropped, len(table)):
+                    key = self.pool.key_of(table[entry])
+                    assert key is None or key == keys[entry], "a cached block holds this prefix"
         assert all(owners[block] == self.pool.num_references(block) for block in range(1, self.pool.num_blocks)), "no block leaks"
         for block in writable:
             assert owners[block] == 1 and self.pool.key_of(block) is None, "a writable block has one owner and no key"
@@ -199,9 +220,9 @@ class KVCacheManager:
 
     def _admit(self, user: CacheUser, num_new_tokens: int, match: PrefixMatch) -> list[list[int]] | None:
         known_tokens = len(user.token_ids)
-        num_matched = match.num_tokens // self.block_size
-        length = -(-(match.num_tokens + num_new_tokens) // self.block_size)
-        grow = length - num_matched
+        end_tokens = match.num_tokens + num_new_tokens
+        groups = zip(self.layout.groups, match.block_ids, strict=True)
+        grow = [kind.num_entries(end_tokens) - len(table) for kind, table in groups]
         num_dropped = [table.count(NULL_BLOCK) for table in match.block_ids]
         live_hits = sum(self.pool.num_references(b) > 0 for table in match.block_ids for b in table)
         needs = self._blocks_from(num_dropped, known_tokens) - live_hits
@@ -211,19 +232,19 @@ class KVCacheManager:
         free_before = self.pool.num_free
         for table in match.block_ids:
             self.pool.touch(table)
-        blocks = iter(self.pool.allocate(grow * len(self._windows)))
-        tables = [table + [next(blocks) for _ in range(grow)] for table in match.block_ids]
-        holding = _Holding(user, tables, num_dropped, num_matched, known_tokens, reserve=needs)
+        blocks = iter(self.pool.allocate(sum(grow)))
+        tables = [table + list(islice(blocks, count)) for table, count in zip(match.block_ids, grow, strict=True)]
+        num_published = match.num_tokens // self.block_size
+        holding = _Holding(user, tables, num_dropped, num_published, known_tokens, reserve=needs)
         self._holdings[user.request_id] = holding
         self._reserved += needs
-        self._use_reserve(holding, free_before - self.pool.num_free, match.num_tokens + num_new_tokens)
+        self._use_reserve(holding, free_before - self.pool.num_free, end_tokens)
         return [list(table) for table in tables]
 
     def _blocks_from(self, num_dropped: list[int], num_tokens: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once, whose first blocks need not be held in some groups."""
-        total = -(-num_tokens // self.block_size)
         return sum(
-            min(total - dropped, blocks_for_group(group, num_tokens, self._max_batched))
+            min(group.num_entries(num_tokens) - dropped, blocks_for_group(group, num_tokens, self._max_batched))
             for group, dropped in zip(self.layout.groups, num_dropped, strict=True)
         )
 
@@ -244,35 +265,46 @@ class KVCacheManager:
         self._reserve_returns += holding.reserve
         holding.reserve = 0
 
-    def _match_group(self, group: int, window: int | None, hashes: list[bytes], limit: int) -> int:
-        """The longest prefix of at most `limit` blocks that this group can serve."""
-        if window is None:
-            return next((i for i in range(limit) if self.pool.match((group, hashes[i])) is None), limit)
+    def _span(self, group: int, unit: int) -> tuple[int, int]:
+        """The entries of a group's table that hold a unit: first, end."""
+        kind = self.layout.groups[group]
+        return kind.num_entries(unit * self.block_size), kind.num_entries((unit + 1) * self.block_size)
+
+    def _entries(self, group: int, unit: int, prefix: bytes) -> Iterator[tuple[int, BlockKey]]:
+        """Those entries, each with the key of its content. prefix: the unit's digest."""
+        first, end = self._span(group, unit)
+        for entry in range(first, end):
+            yield entry, (group, prefix if entry == first else prefix + (entry - first).to_bytes(2))
+
+    def _match_group(self, group: int, hashes: list[bytes], limit: int) -> int:
+        """The longest prefix of at most `limit` units that this group can serve."""
         end = limit
         while end > 0:
-            start = self._out_of_window(end * self.block_size, window)
-            hole = next((i for i in range(start, end) if self.pool.match((group, hashes[i])) is None), None)
+            first = self._first_needed(group, end * self.block_size)
+            holes = (unit for unit in range(first // self.block_size, end) if self._has_hole(group, unit, hashes, first))
+            hole = next(holes, None)
             if hole is None:
                 break
             end = hole  # each longer candidate needs the hole, too
         return end
 
-    def _out_of_window(self, num_computed_tokens: int, window: int) -> int:
-        """Leading blocks that no token from position `num_computed_tokens` on attends to."""
-        return max(0, num_computed_tokens - window + 1) // self.block_size
+    def _has_hole(self, group: int, unit: int, hashes: list[bytes], first_needed: int) -> bool:
+        """Whether content of the unit is missing, in entries from that of position `first_needed` on."""
+        needed = self.layout.groups[group].entry_of(first_needed)
+        entries = self._entries(group, unit, hashes[unit])
+        return any(entry >= needed and self.pool.match(key) is None for entry, key in entries)
+
+    def _first_needed(self, group: int, num_computed_tokens: int) -> int:
+        """The first position that tokens from `num_computed_tokens` on attend to."""
+        window = self.layout.groups[group].sliding_window
+        return 0 if window is None else max(0, num_computed_tokens - window + 1)
 
     def _drop_out_of_window(self, holding: _Holding) -> None:
         """Replace blocks that slid out of their group's window by the null block, and release them, the last first."""
-        for group, window in enumerate(self._windows):
-            if window is None:
-                continue
-            table, first = holding.tables[group], holding.num_dropped[group]
-            end = self._out_of_window(holding.user.num_computed_tokens, window)
+        for group, table in enumerate(holding.tables):
+            first_needed = self._first_needed(group, holding.user.num_computed_tokens)
+            first, end = holding.num_dropped[group], self.layout.groups[group].entry_of(first_needed)
             if end > first:
-                self.pool.release(_reversed_slice(table, first, end))
+                self.pool.release(reversed(table[first:end]))
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 holding.num_dropped[group] = end
-
-
-def _reversed_slice(table: list[int], first: int, end: int) -> Iterator[int]:
-    return (table[i] for i in range(end - 1, first - 1, -1))

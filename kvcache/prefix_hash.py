@@ -14,13 +14,19 @@ from hashlib import sha256
 _SEED = os.urandom(32)
 
 
-def extend_hashes(hashes: list[bytes], token_ids: list[int], block_size: int, salt: str | None) -> None:
-    """Append the digests of the full blocks of `token_ids` that `hashes` does not cover yet. O(new tokens)."""
+def extend_hashes(hashes: list[bytes], token_ids: list[int], block_size: int, salt: str | None, content: bytes = b"") -> None:
+    """Append the digests of the full blocks of `token_ids` that `hashes` does not cover yet. O(new tokens).
+
+    content: names what else the cached numbers depend on, such as the calibration of their format.
+    """
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else _root(salt)
+        parent = hashes[-1] if hashes else _root(salt, content)
         hashes.append(sha256(parent + array("q", token_ids[start : start + block_size]).tobytes()).digest())
 
 
-def _root(salt: str | None) -> bytes:
+def _root(salt: str | None, content: bytes) -> bytes:
     """The parent of a first block. Requests with different salts share nothing from here on."""
-    return _SEED if salt is None else sha256(_SEED + salt.encode("utf-8", "surrogatepass")).digest()
+    if salt is None and not content:
+        return _SEED
+    salted = b"" if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    return sha256(_SEED + salted + content).digest()

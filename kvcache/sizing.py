@@ -36,8 +36,7 @@ class KVCapacity:
         layout, usable = self.layout, self.num_blocks - 1
         hundredths = usable * 100 // self.blocks_per_request
         return [
-            f"KV block: {layout.num_positions:,} layers x {layout.page_bytes:,} bytes = {layout.block_bytes:,} bytes"
-            f" for {layout.block_size} tokens of one group; groups: {_describe_groups(layout)}",
+            f"KV block: {_describe_positions(layout)} = {layout.block_bytes:,} bytes; groups: {_describe_groups(layout)}",
             f"KV cache: {self.num_blocks:,} blocks x {layout.block_bytes:,} bytes = {self.num_bytes:,} bytes;"
             f" block 0 holds no tokens",
             f"KV capacity: {usable:,} blocks / {self.blocks_per_request:,} blocks per request of {self.max_model_len:,} tokens"
@@ -50,13 +49,12 @@ def blocks_for_group(group: KVGroup, num_tokens: int, max_num_batched_tokens: in
     """The most blocks that a request of `num_tokens` ever holds at once in one group.
 
     With a window w and a step of at most n tokens, the positions still needed are w - 1 before the step and n in it; they
-    may begin and end inside a block: ceil((w - 1 + n) / block_size) + 1.
+    may begin and end inside a block: ceil((w - 1 + n) / block_size) + 1, and more where the first tokens take more blocks.
     """
-    spec = group.spec
-    blocks = -(-num_tokens // spec.block_size)
-    if spec.sliding_window is None:
+    blocks = group.num_entries(num_tokens)
+    if group.sliding_window is None:
         return blocks
-    return min(blocks, -(-(spec.sliding_window - 1 + max_num_batched_tokens) // spec.block_size) + 1)
+    return min(blocks, -(-(group.sliding_window - 1 + max_num_batched_tokens) // group.block_size) + 1 + group.entry_shift)
 
 
 def blocks_for_request(layout: KVLayout, num_tokens: int, max_num_batched_tokens: int) -> int:
@@ -121,7 +119,19 @@ def size_cache(
     )
 
 
+def _describe_positions(layout: KVLayout) -> str:
+    """ "30 layers x 6,144 bytes", or a sum of such."""
+    kinds = Counter(layout.position_bytes)
+    return " + ".join(f"{n:,} layers x {num_bytes:,} bytes" for num_bytes, n in kinds.items())
+
+
 def _describe_groups(layout: KVLayout) -> str:
-    """ "1 of full attention, 5 of window 512": what one request's block tables are."""
-    kinds = Counter(group.spec.sliding_window for group in layout.groups)
-    return ", ".join(f"{n} of full attention" if w is None else f"{n} of window {w}" for w, n in kinds.items())
+    """ "1 of full attention with 16 tokens to a block, 5 of window 512 with 16": what one request's block tables are."""
+    kinds = Counter((group.sliding_window, group.block_size) for group in layout.groups)
+    words = [
+        f"{n} of {'full attention' if window is None else f'window {window}'} with {size} tokens to a block"
+        for (window, size), n in kinds.items()
+    ]
+    if group := next((group for group in layout.groups if group.first_tokens), None):
+        words.append(f"the first {group.first_tokens} tokens of a sequence in {layout.specs[0].first_format}")
+    return ", ".join(words)

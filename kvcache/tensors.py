@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.formats.base import KVFormat
-from halfbyte.kvcache.spec import KVCacheSpec, KVLayout
+from halfbyte.kvcache.scales import LayerScales
+from halfbyte.kvcache.spec import KVCacheSpec, KVGroup, KVLayout
+from halfbyte.kvcache.turns import LayerTurns, fixed_turns
 from halfbyte.platform import huge_pages
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
@@ -27,22 +29,39 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's view of the cache. planes: plane name -> [B, *plane shape], strided (K and V of a block lie together)."""
+    """One layer's view of the cache. planes: plane name -> [B, *plane shape], strided (K and V of a block lie together).
+
+    scales: the format's static ones. turns: what K, V and queries are multiplied with on their way; None where nothing is.
+    first: the same memory as a cache of the sequences' first tokens, fewer to a block; None where these are kept like others.
+    """
 
     planes: dict[str, Tensor]
     format: KVFormat
     spec: KVCacheSpec
+    scales: LayerScales
+    turns: LayerTurns | None
+    first: LayerCache | None = None
+
+
+LayerParts = tuple[LayerScales | None, LayerTurns | None]
 
 
 class KVTensors:
-    """Allocates the whole cache: `num_positions` tensors of [num_blocks, page_bytes]. All zero, block 0 for ever."""
+    """Allocates the whole cache: for each position a tensor [num_blocks, its bytes]. All zero, block 0 for ever.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str) -> None:
-        self._pages = [_zeroed(num_blocks, layout.page_bytes, torch.device(device)) for _ in range(layout.num_positions)]
+    parts: of each layer, its scales and turns; None for what formats have by themselves.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device | str, parts: Sequence[LayerParts] | None = None
+    ) -> None:
+        self._pages = [_zeroed(num_blocks, num_bytes, torch.device(device)) for num_bytes in layout.position_bytes]
         self._layers: dict[int, LayerCache] = {}
         for group in layout.groups:
             for position, layer in enumerate(group.layers):
-                self._layers[layer] = view_layer(self._pages[position], group.spec)
+                scales, turns = (None, None) if parts is None else parts[layer]
+                cache = view_layer(self._pages[position], layout.specs[layer], scales, turns)
+                self._layers[layer] = replace(cache, first=_view_first(self._pages[position], layout.specs[layer], group))
 
     def populate(self, num_bytes: int = 512 << 20) -> None:
         """Have the system back the first blocks, up to `num_bytes`, before a request waits for it: in a thread, on a CPU only.
@@ -52,8 +71,7 @@ class KVTensors:
         """
         pages = [page for page in self._pages if page.device.type == "cpu"]
         if pages:
-            share = min(pages[0].nbytes, num_bytes // len(pages))
-            threading.Thread(target=_populate, args=(pages, share), name="populate", daemon=True).start()
+            threading.Thread(target=_populate, args=(pages, num_bytes / self.num_bytes), name="populate", daemon=True).start()
 
     def layer(self, index: int) -> LayerCache:
         """The cache of layer `index` of the model."""
@@ -77,16 +95,21 @@ def _zeroed(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 
-def _populate(pages: Sequence[Tensor], num_bytes: int) -> None:
+def _populate(pages: Sequence[Tensor], share: float) -> None:
     """Changes no content: requests may write meanwhile. Systems that do not know the advice refuse it, and nothing is lost."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for page in pages:
-        madvise(page.data_ptr(), num_bytes, _POPULATE_WRITE)
+        madvise(page.data_ptr(), int(page.nbytes * min(share, 1.0)), _POPULATE_WRITE)
 
 
-def view_layer(pages: Tensor, spec: KVCacheSpec) -> LayerCache:
-    """Typed views of `pages` (uint8 [B, page_bytes]) as the planes of `spec.format`, in their order from the page's start."""
+def view_layer(
+    pages: Tensor, spec: KVCacheSpec, scales: LayerScales | None = None, turns: LayerTurns | None = None
+) -> LayerCache:
+    """Typed views of `pages` (uint8 [B, page_bytes]) as the planes of `spec.format`, in their order from the page's start.
+
+    scales: 1 when left out. turns: those that the format has without calibration when left out.
+    """
     kv_format = get_format(spec.format)
     planes: dict[str, Tensor] = {}
     offset = 0
@@ -96,4 +119,11 @@ def view_layer(pages: Tensor, spec: KVCacheSpec) -> LayerCache:
         planes[plane.name] = pages[:, offset : offset + size].view(getattr(torch, plane.dtype)).unflatten(1, plane.shape)
         offset += size
     assert offset <= pages.shape[1], "a layer's planes must fit its page"
-    return LayerCache(planes, kv_format, spec)
+    scales = scales or LayerScales.ones(spec.num_kv_heads)
+    return LayerCache(planes, kv_format, spec, scales, turns or fixed_turns(kv_format.rotations, spec))
+
+
+def _view_first(pages: Tensor, spec: KVCacheSpec, group: KVGroup) -> LayerCache | None:
+    if not group.first_tokens:
+        return None
+    return view_layer(pages, replace(spec, format=spec.first_format, block_size=group.first_block_size, first_tokens=0))

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfbyte.errors import ModelFileError, Refusal, UnsupportedError
 from halfbyte.model_runner.gguf import GGUFFile, can_dequantize
 from halfbyte.model_runner.gguf_config import ROPE_FACTORS, hf_name
+from halfbyte.model_runner.kv_scales import is_kv_scale
 from halfbyte.model_runner.safetensors_files import check_folder
 from halfbyte.model_runner.source import ModelFiles
 
@@ -53,7 +54,7 @@ def _safetensors(files: ModelFiles) -> Iterator[tuple[str, Tensor]]:
     headers = check_folder(files.path)
     for path, tensors in headers.items():
         for name, tensor in tensors.items():
-            if tensor.dtype not in _LOADABLE:
+            if tensor.dtype not in _LOADABLE and not is_kv_scale(name):
                 raise UnsupportedError(
                     Refusal(f"{path}: tensor {name} is stored as {tensor.dtype}", "use an unquantised checkpoint")
                 )

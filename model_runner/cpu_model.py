@@ -24,6 +24,7 @@ from halfbyte.kernels.cpu.weights import PackedMatrix, WeightMemory, pack_dense,
 from halfbyte.kvcache.tensors import LayerCache
 from halfbyte.model_runner.checkpoint import GGUFRows
 from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.kv_scales import KVScales
 from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.weights import LoadReport, MatrixModule, WeightTarget, copy_rows
@@ -78,7 +79,9 @@ class CpuModel:
         self.model = model
         self.engine = engine
         self._dtype = dtype
+        self.tap_rows = 0  # of `Program`
         self._program: Program | None = None
+        self._tapped = 0
         self._caches: list[LayerCache] = []
         self._product_type = product_type
         self._head = Program(engine, product_type)
@@ -103,8 +106,9 @@ class CpuModel:
 
     def __call__(self, token_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states after the final norm, float32 [T, E]. Writes K and V into the caches of `context`."""
-        if self._program is None or self._caches is not context.caches:
-            self._program, self._caches = Program(self.engine, self._product_type), context.caches
+        if self._program is None or self._caches is not context.caches or self._tapped != self.tap_rows:
+            self._program = Program(self.engine, self._product_type, tap_rows=self.tap_rows)
+            self._caches, self._tapped = context.caches, self.tap_rows
             self.model.record(self._program, context, self._dtype, OUTPUT)
         return self._program.run(
             token_ids_T.shape[0],
@@ -113,6 +117,12 @@ class CpuModel:
             rotaries=self.model.rotary_inputs(positions_T),
             metadata=context.metadata,
         )
+
+    @property
+    def taps(self) -> list[Tensor]:
+        """Queries, keys and values of the last step, per layer, side by side; see `Program`."""
+        assert self._program is not None
+        return self._program.taps
 
     def compute_logits(self, hidden_NE: Tensor) -> Tensor:
         """float32 [N, V] for the given rows only."""
@@ -158,14 +168,14 @@ def product_type(engine: CpuEngine, dtype: torch.dtype, kinds: Collection[Weight
 
 
 def load_cpu_model(
-    files: ModelFiles, decoder: DecoderConfig, settings: ModelConfig, backend: AttentionBackend
+    files: ModelFiles, decoder: DecoderConfig, settings: ModelConfig, backend: AttentionBackend, scales: KVScales
 ) -> tuple[CpuModel, LoadReport, str]:
     """The model on `settings.num_threads` threads, what loading did, and which kernels run."""
     dtype = getattr(torch, settings.dtype)
     engine = CpuEngine(settings.num_threads)
     pairs = stores_pairs(engine, dtype, settings.quantization, is_gguf=files.kind == "gguf")
     packing = PackingLoader(engine, dtype, settings.quantization, pairs=pairs)
-    model, report = load_model(files, decoder, dtype, "cpu", settings.load_format, backend, packing)
+    model, report = load_model(files, decoder, dtype, "cpu", settings.load_format, backend, packing, scales)
     rows = product_type(engine, dtype, packing.kinds, settings.cpu_activations)
     used = f"{engine.isa}, {engine.num_threads} threads; linear {packing}, {rows.name.lower()} activations"
     return CpuModel(model, engine, dtype, rows), report, used

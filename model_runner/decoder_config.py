@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfbyte.errors import ModelFileError, Refusal, UnsupportedError, UserError
+from halfbyte.model_runner.kv_scheme import quantizes_only_kv
 from halfbyte.model_runner.safetensors_files import stored_dtype
 from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json, token_id_list
 
@@ -135,7 +136,9 @@ def _fill_defaults(path: Path, raw: dict[str, Any], overrides: Mapping[str, Any]
     merged = _with_overrides(raw, overrides)
     architecture = _architecture(path, merged)
     for key in ("quantization_config", "compression_config"):
-        if merged.get(key):
+        if isinstance(merged.get(key), dict) and quantizes_only_kv(merged[key]):
+            del merged[key]
+        elif merged.get(key):
             method = merged[key].get("quant_method", "unknown") if isinstance(merged[key], dict) else "unknown"
             raise UnsupportedError(
                 Refusal(f"{path}: weights quantised as {method!r} cannot be loaded", "use an unquantised checkpoint")

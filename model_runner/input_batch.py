@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.attention.base import AttentionMetadata
+from halfbyte.kernels.attention.base import AttentionMetadata, FirstTokens
+from halfbyte.kvcache.spec import KVGroup
 from halfbyte.model_runner.block_tables import BlockTables
 from halfbyte.model_runner.request_rows import RequestRows
 
@@ -73,18 +74,24 @@ def make_batch(rows: RequestRows, num_scheduled_tokens: Mapping[str, int], devic
     )
 
 
-def attention_metadata(batch: InputBatch, tables: BlockTables, group: int, block_size: int) -> AttentionMetadata:
+def attention_metadata(batch: InputBatch, tables: BlockTables, index: int, group: KVGroup) -> AttentionMetadata:
+    """What attention needs to know of KV group number `index`."""
     seq_len_R = batch.num_computed_R + batch.num_scheduled_R
     max_seq_len = int(seq_len_R.max())
+    first = None
+    if group.first_tokens:
+        slots_T = tables.first_slots(index, batch.row_T, batch.positions_T)
+        first = FirstTokens(group.first_tokens, group.first_block_size, slots_T)
     return AttentionMetadata(
         query_start_loc=batch.query_start_loc,
         seq_lens=batch.seq_lens_R,
-        block_table=tables.gather(group, batch.idx_mapping_R, max_seq_len),
-        slot_mapping=tables.slots(group, batch.row_T, batch.positions_T),
-        block_size=block_size,
+        block_table=tables.gather(index, batch.idx_mapping_R, max_seq_len),
+        slot_mapping=tables.slots(index, batch.row_T, batch.positions_T),
+        block_size=group.block_size,
         query_lens_host=batch.num_scheduled_R.tolist(),
         seq_lens_host=seq_len_R.tolist(),
         max_query_len=int(batch.num_scheduled_R.max()),
         max_seq_len=max_seq_len,
         num_decodes=int((batch.num_scheduled_R == 1).sum()),
+        first=first,
     )

@@ -15,6 +15,7 @@ from halfbyte.errors import ModelFileError
 from halfbyte.kernels.attention.base import AttentionBackend
 from halfbyte.model_runner.checkpoint import checkpoint_tensors
 from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.kv_scales import KVScales
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.norm import RMSNorm
 from halfbyte.model_runner.layers.weights import (
@@ -44,10 +45,11 @@ def load_model(
     load_format: str,
     backend: AttentionBackend,
     packing: PackingLoader | None = None,
+    scales: KVScales | None = None,
 ) -> tuple[Model, LoadReport]:
     """The model with its weights in `dtype` on `device`. load_format "dummy": small seeded random weights, no file is read.
 
-    packing: takes the matrices, which then exist in its form only; everything else is float32.
+    scales: takes those of the KV cache. packing: takes the matrices, which then exist in its form only; all else is float32.
     ModelFileError when a tensor is missing or has the wrong shape. Tensors without a place are only reported.
     """
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -57,7 +59,8 @@ def load_model(
     if load_format == "dummy":
         return model, _fill_randomly(model, put)
     keeps_blocks = packing is not None and packing.keeps_blocks
-    report = load_weights(model, checkpoint_tensors(files, keeps_blocks=keeps_blocks), put)
+    tensors = checkpoint_tensors(files, keeps_blocks=keeps_blocks)
+    report = load_weights(model, tensors if scales is None else scales.take_from(tensors), put)
     if report.missing or report.mis_shaped:
         raise ModelFileError(_complaint(files, config, report))
     return model, report

@@ -8,7 +8,9 @@ Shape letters: T tokens of the step, R requests of the batch, N positions that w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, groupby, islice
 
 import numpy as np
 import torch
@@ -19,13 +21,15 @@ from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.attention.base import AttentionBackend
 from halfbyte.kernels.cpu.sampling import CpuSampling
-from halfbyte.kvcache.formats import get_format
+from halfbyte.kvcache.formats import get_format, page_bytes
+from halfbyte.kvcache.scales import LayerScales
 from halfbyte.kvcache.spec import KVCacheSpec, KVLayout, make_layout
-from halfbyte.kvcache.tensors import KVTensors
+from halfbyte.kvcache.tensors import KVTensors, LayerParts
 from halfbyte.model_runner.block_tables import BlockTables
 from halfbyte.model_runner.cpu_model import CpuModel, load_cpu_model
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.input_batch import InputBatch, attention_metadata, make_batch
+from halfbyte.model_runner.kv_scales import KVScales
 from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.weights import prepack_weights
@@ -37,6 +41,8 @@ from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform
 from halfbyte.types import GrownRow, ModelRunnerOutput, NewRow, SamplingParams, SchedulerOutput
 
+StoredScales = tuple[list[LayerScales], list[str]]  # of each layer, and lines for the log
+
 # float32 logits that exist at a time
 _LOGITS_BYTES = 64 << 20
 
@@ -46,43 +52,54 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
     backend = get_backend(config.attention_backend)
     settings = config.model
     model: Model | CpuModel
+    scales = KVScales()
     if settings.device == "cpu":
         # The compiled kernels have threads of their own; what is left to torch is too small to wake another team for.
         torch.set_num_threads(1 if backend.name == "cpu" else settings.num_threads)
     if backend.name == "cpu":
-        model, report, kernels = load_cpu_model(files, decoder, settings, backend)
+        model, report, kernels = load_cpu_model(files, decoder, settings, backend, scales)
     else:
-        model, report = load_model(files, decoder, settings.dtype, settings.device, settings.load_format, backend)
+        place = (settings.dtype, settings.device, settings.load_format)
+        model, report = load_model(files, decoder, *place, backend, scales=scales)
         if (settings.device, settings.dtype) == ("cpu", "float32"):
             prepack_weights(model)
         kernels = f"torch, {settings.num_threads} threads; linear {settings.dtype}"
     limit = f"{platform.memory_limit_bytes / 2**30:.1f} GiB of memory"
     lines = [
         f"kernels: {kernels}; attention {backend.name} over {config.cache.kv_cache_dtype} KV; {limit}",
+        *layer_lines(config.cache.layer_dtypes),
         f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes",
     ]
     if report.unused:
         lines.append(f"weights: {len(report.unused)} tensors of the file are not used: {', '.join(report.unused[:5])}")
-    runner = ModelRunner(config, model, backend, lines)
+    stored = scales.layer_scales(decoder.num_layers, decoder.num_kv_heads, decoder.num_heads)
+    runner = ModelRunner(config, model, backend, lines, stored)
     runner.refuse(platform)
     return runner
 
 
 class ModelRunner:
-    """Implements `halfbyte.types.Runner`. report: lines for the start-up log."""
+    """Implements `halfbyte.types.Runner`. report: lines for the start-up log. stored_scales: those of the checkpoint."""
 
     def __init__(
-        self, config: EngineConfig, model: Model | CpuModel, backend: AttentionBackend, report: list[str] | None = None
+        self,
+        config: EngineConfig,
+        model: Model | CpuModel,
+        backend: AttentionBackend,
+        report: list[str] | None = None,
+        stored_scales: StoredScales | None = None,
     ) -> None:
         self.report = report or []
         self.config = config
         self.model = model
         self.device = torch.device(config.model.device)
-        self.kv_specs = kv_specs(model, config)
-        self.layout: KVLayout = make_layout(self.kv_specs, _page_bytes)
+        self.layout: KVLayout = make_layout(kv_specs(model, config), page_bytes)
+        self.kv_specs = self.layout.specs
         self.weight_bytes = model.weight_bytes
-        self._backend = backend
-        self._windows = [group.spec.sliding_window for group in self.layout.groups]
+        self.backend = backend
+        self.stored_scales = stored_scales or _no_scales(model)
+        self._parts: list[LayerParts] | None = None
+        self._windows = [group.sliding_window for group in self.layout.groups]
         self._max_rows = config.scheduler.max_num_seqs
         self._mode = config.scheduler.logprobs_mode
         self._kernels: SamplingKernels = CpuSampling(model.engine) if isinstance(model, CpuModel) else TORCH_SAMPLING
@@ -91,11 +108,21 @@ class ModelRunner:
 
     def allocate_cache(self, num_blocks: int, max_model_len: int) -> None:
         """The KV cache of exactly `num_blocks` blocks, and rows for requests of up to `max_model_len` tokens."""
-        self._tensors = KVTensors(self.layout, num_blocks, self.device)
+        self.num_blocks = num_blocks
+        self._tensors = KVTensors(self.layout, num_blocks, self.device, self._parts)
         self._caches = [self._tensors.layer(i) for i in range(len(self.kv_specs))]
         self._rows = RequestRows(self._max_rows, max_model_len, self.model.config.vocab_size, self.device)
         self._tables = BlockTables(self.layout, self._max_rows, max_model_len, self.device)
         self._sampler = Sampler(self._rows, keep_processed=self._mode.startswith("processed"), kernels=self._kernels)
+
+    def allocate_for(self, num_tokens: int) -> None:
+        """A small cache: for one text of `num_tokens` at a time."""
+        num_blocks = 1 + sum(group.num_entries(num_tokens) for group in self.layout.groups)
+        self.allocate_cache(num_blocks, num_tokens)
+
+    def set_parts(self, parts: list[LayerParts]) -> None:
+        """Scales and turns of each layer, for the cache that is allocated next."""
+        self._parts = [tuple(None if part is None else part.to(self.device) for part in layer) for layer in parts]  # type: ignore[misc]
 
     @torch.inference_mode()
     def execute(self, scheduled: SchedulerOutput) -> None:
@@ -105,10 +132,9 @@ class ModelRunner:
         if not scheduled.num_scheduled_tokens:
             return
         batch = make_batch(self._rows, scheduled.num_scheduled_tokens, self.device)
-        groups = range(len(self.layout.groups))
-        metadata = [attention_metadata(batch, self._tables, group, self.layout.block_size) for group in groups]
+        metadata = [attention_metadata(batch, self._tables, *group) for group in enumerate(self.layout.groups)]
         for one, window in zip(metadata, self._windows, strict=True):
-            self._backend.prepare(one, window)
+            self.backend.prepare(one, window)
         context = ForwardContext(metadata, self._caches, self.layout.group_of_layer)
         self._hidden_TE = self.model(batch.token_ids_T, batch.positions_T, context)
         self._batch = batch
@@ -136,15 +162,22 @@ class ModelRunner:
             output.token_ids[place], output.logprobs[place] = [], None
         return output
 
+    @torch.inference_mode()
+    def step_logits(self) -> Tensor:
+        """float32 logits [T, V] of every token of the step that was executed last and is not sampled: of few tokens at a time."""
+        assert self._hidden_TE is not None, "a step was executed"
+        return self.model.compute_logits(self._hidden_TE)
+
     def warm_up(self) -> None:
         """Prompts and a decode through the code of real requests, so that the first of those is not the slow one.
 
-        Uses one block per group, which any cache has, and leaves no row.
+        Writes into blocks that nobody has yet, and leaves no row.
         """
-        num_tokens = min(self.layout.block_size, self._rows.token_ids.shape[1]) - 1
+        num_tokens = min(2 * self.layout.unit_tokens, self._rows.token_ids.shape[1]) - 1
         if num_tokens < 1:
             return
-        tables = [[1 + group] for group in range(len(self.layout.groups))]
+        blocks = cycle(range(1, self.num_blocks))
+        tables = [list(islice(blocks, group.num_entries(num_tokens + 1))) for group in self.layout.groups]
         for params in (SamplingParams(seed=0, top_p=0.9, logprobs=1), SamplingParams(seed=0)):
             new = NewRow("warm-up", [0] * num_tokens, num_tokens, 0, tables, params, frozenset())
             self.execute(SchedulerOutput(new_rows=[new], num_scheduled_tokens={"warm-up": num_tokens}))
@@ -169,7 +202,7 @@ class ModelRunner:
         for spec, kv_spec in zip(self.model.attention_specs(), self.kv_specs, strict=True):
             for refusal in (
                 get_format(kv_spec.format).refuse(kv_spec, platform),
-                self._backend.refuse(spec, kv_spec, platform),
+                self.backend.refuse(spec, kv_spec, platform),
             ):
                 if refusal is not None:
                     refusals[refusal] = None
@@ -292,6 +325,21 @@ def _listed(params: SamplingParams) -> Listed:
     return params.logprobs or 0 if params.logprob_token_ids is None else params.logprob_token_ids
 
 
+def layer_lines(names: Sequence[str]) -> list[str]:
+    """Which layers have which KV format, as a table, where they differ."""
+    if len(set(names)) == 1:
+        return []
+    runs: dict[str, list[str]] = {}
+    for name, run in groupby(enumerate(names), key=lambda layer: layer[1]):
+        numbers = [index for index, _ in run]
+        runs.setdefault(name, []).append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return [f"KV format {name}: layers {', '.join(parts)}" for name, parts in runs.items()]
+
+
+def _no_scales(model: Model | CpuModel) -> StoredScales:
+    return [LayerScales.ones(spec.num_kv_heads) for spec in model.attention_specs()], []
+
+
 def kv_specs(model: Model | CpuModel, config: EngineConfig) -> list[KVCacheSpec]:
     """What each layer keeps in the cache, as the model's attention back end arranges it."""
     specs = [
@@ -301,12 +349,17 @@ def kv_specs(model: Model | CpuModel, config: EngineConfig) -> list[KVCacheSpec]
             head_dim_v=spec.head_dim_v,
             block_size=config.cache.block_size,
             sliding_window=spec.sliding_window,
-            format=config.cache.kv_cache_dtype,
+            format=name,
+            first_tokens=first_tokens(config),
+            first_format=config.model.dtype,
         )
-        for spec in model.attention_specs()
+        for spec, name in zip(model.attention_specs(), config.cache.layer_dtypes, strict=True)
     ]
     return [replace(spec, format=model.backend.arrange(spec)) for spec in specs]
 
 
-def _page_bytes(spec: KVCacheSpec) -> int:
-    return sum(plane.bytes for plane in get_format(spec.format).planes(spec))
+def first_tokens(config: EngineConfig) -> int:
+    """How many tokens at the beginning of a sequence are kept in the model's dtype: as asked, or as the formats want it."""
+    if config.cache.first_tokens is not None:
+        return config.cache.first_tokens
+    return max(get_format(name).first_tokens for name in config.cache.layer_dtypes)

@@ -19,6 +19,7 @@ from halfbyte.model_runner.source import read_json
 
 MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
+KV_CALIBRATION_NAME = "kv_calibration.safetensors"
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -65,8 +66,14 @@ def check_folder(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     return headers
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold weights: not the same ones in another layout, nor what is kept beside them."""
+    names = (path.name for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    return [folder / name for name in sorted(names) if name != KV_CALIBRATION_NAME]
+
+
 def _shards_without_index(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    found = weight_files(folder)
     if not found:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
         if pickles:

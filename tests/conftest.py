@@ -18,30 +18,35 @@ from halfbyte.types import ModelRunnerOutput, NewRow, SchedulerOutput, TokenLogp
 
 
 class FakeMemory:
-    """slot -> (group, digest of the prefix that ends there). Refuses writes to blocks that others can see."""
+    """(block, offset) -> (group, digest of the prefix that ends there). Refuses writes to blocks that others can see."""
 
     def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
         self.layout, self.pool = layout, pool
-        self.slots: dict[int, tuple[int, int]] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def offset(self, group: int, position: int) -> int:
+        """A token's place in its block; the first tokens lie in shorter ones."""
+        kind = self.layout.groups[group]
+        return position % (kind.first_block_size if position < kind.first_tokens else kind.block_size)
 
     def write(self, tables: list[list[int]], start: int, digests: list[int]) -> None:
         """Write positions start .. len(digests) - 1 in every group."""
         for group, table in enumerate(tables):
             for position in range(start, len(digests)):
-                block, offset = table[position // self.layout.block_size], position % self.layout.block_size
+                block = table[self.layout.groups[group].entry_of(position)]
                 assert block != 0, "the null block is never written"
                 assert self.pool.key_of(block) is None, "a cached block is immutable"
                 assert self.pool.num_references(block) == 1, "a written block has one owner"
-                self.slots[block * self.layout.block_size + offset] = (group, digests[position])
+                self.slots[block, self.offset(group, position)] = (group, digests[position])
 
     def verify(self, tables: list[list[int]], start: int, digests: list[int]) -> None:
         """All positions that tokens start .. len(digests) - 1 attend to are there, and are theirs."""
         for group, table in enumerate(tables):
-            window = self.layout.groups[group].spec.sliding_window
+            window = self.layout.groups[group].sliding_window
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, len(digests)):
-                block, offset = table[position // self.layout.block_size], position % self.layout.block_size
-                found = self.slots.get(block * self.layout.block_size + offset) if block else "the null block"
+                block = table[self.layout.groups[group].entry_of(position)]
+                found = self.slots.get((block, self.offset(group, position))) if block else "the null block"
                 assert found == (group, digests[position]), f"group {group} position {position} block {block}: {found}"
 
 

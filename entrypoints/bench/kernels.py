@@ -383,20 +383,20 @@ def _caches(plan: Plan, batch_size: int, context: int) -> tuple[list[LayerCache]
     import torch
 
     from halfbyte.kernels.attention.cpu import CpuBackend
-    from halfbyte.kvcache.formats import get_format
+    from halfbyte.kvcache.formats import page_bytes
     from halfbyte.kvcache.spec import KVCacheSpec
     from halfbyte.kvcache.tensors import view_layer
 
     _, num_kv_heads, head_dim = plan.heads
     spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, BLOCK_SIZE, None, plan.kv_cache_dtype)
     spec = replace(spec, format=CpuBackend().arrange(spec))
-    page_bytes = sum(plane.bytes for plane in get_format(spec.format).planes(spec))
+    block_bytes = page_bytes(spec)
     num_blocks = 1 + batch_size * -(-context // BLOCK_SIZE)
-    pages = torch.empty(_num_copies(num_blocks * page_bytes), num_blocks, page_bytes, dtype=torch.uint8)
+    pages = torch.empty(_num_copies(num_blocks * block_bytes), num_blocks, block_bytes, dtype=torch.uint8)
     for plane in view_layer(pages[0], spec).planes.values():
         plane.normal_()
     pages[1:] = pages[0]
-    return [view_layer(copy, spec) for copy in pages], page_bytes // BLOCK_SIZE
+    return [view_layer(copy, spec) for copy in pages], block_bytes // BLOCK_SIZE
 
 
 def _metadata(batch_size: int, context: int, num_queries: int) -> AttentionMetadata:

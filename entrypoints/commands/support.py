@@ -1,61 +1,84 @@
 """`halfbyte support`: which models, KV formats and attention back ends this build has, and on which platforms they go together.
 
-Everything comes from the registries and the `refuse` functions, so that the table cannot claim what a start would refuse.
-README holds the `--markdown` form; a test compares them.
+Everything comes from the registries and from `kernels.attention.selection`, so that the table cannot claim what a start would
+refuse. README holds the `--markdown` form; a test compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from halfbyte.entrypoints.flag_table import LOG_LEVEL
-from halfbyte.entrypoints.flags import Flag, parse
-from halfbyte.kernels.attention import BACKENDS, get_backend
-from halfbyte.kvcache.formats import FORMATS, get_format
-from halfbyte.kvcache.spec import KVCacheSpec
+from halfbyte.entrypoints.flags import Flag, UsageError, parse
+from halfbyte.errors import UserError
+from halfbyte.kernels.attention import BACKENDS
+from halfbyte.kernels.attention.selection import MODEL_RULES, Reader, best, kv_spec, readings, refusals
+from halfbyte.kernels.attention.vendors import VENDORS, LayerFacts
+from halfbyte.kvcache.formats import FORMATS, get_format, page_bytes
 from halfbyte.model_runner.models import MODELS
-from halfbyte.platform import Platform
+from halfbyte.platform import PLATFORM_NAMES, platform_named
 
-FLAGS = (Flag(name="markdown", help="as tables for a README", kind="switch"), LOG_LEVEL)
+FLAGS = (
+    Flag(name="markdown", help="as tables for a README", kind="switch"),
+    Flag(name="json", help="as JSON, with every refusal", kind="switch"),
+    Flag(name="platform", help="what each back end says on this platform", choices=lambda: PLATFORM_NAMES),
+    Flag(name="kv-cache-dtype", help="what each back end says of this KV format, or of k:NAME,v:NAME"),
+    LOG_LEVEL,
+)
 
-# One machine of each kind; the answers of `refuse` depend on nothing else of it.
-PLATFORMS: dict[str, Platform] = {
-    "CPU": Platform(device="cpu", name="CPU", num_threads=8, memory_limit_bytes=32 * 2**30, native_bf16=True),
-    **{
-        f"SM{major}{minor}": Platform(
-            device="cuda",
-            name=f"SM{major}{minor}",
-            num_threads=8,
-            memory_limit_bytes=80 * 2**30,
-            native_bf16=True,
-            capability=(major, minor),
-        )
-        for major, minor in ((8, 0), (9, 0), (10, 0), (12, 0))
-    },
-    "ROCm": Platform(device="rocm", name="ROCm", num_threads=8, memory_limit_bytes=80 * 2**30, native_bf16=True),
-}
-_KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 8, 128, 16
+# The layers that the table is about: (query heads, KV heads, head size of K and of V, tokens per block).
+_PLAIN_LAYER = (16, 8, 128, 128, 16)
+_MLA_LAYER = (128, 1, 576, 512, 64)
+
+_LEGEND = (
+    "N: read natively, by a vendor's kernels. K: through our kernels, made for the format. "
+    "L: through our kernels, the format's law in PyTorch (`reference`): right, and slow. -: refused. sm: CUDA, gfx: ROCm. "
+    "`*_ds_mla` are for models with MLA: one latent of 512 + 64 numbers. "
+    "`halfbyte support --platform P --kv-cache-dtype F` says who reads, or why nobody does."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A title, its header and its rows."""
+    """A title, its header, its rows, and what its signs mean."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    note: str = ""
 
 
 def run(argv: Sequence[str]) -> int:
-    parsed = parse("support", "Show what this build supports, on which platforms.", FLAGS, argv)
-    render = _markdown if parsed.command.get("markdown") else _plain
-    print("\n\n".join("\n".join(render(table)) for table in tables()))
+    given = parse("support", "Show what this build supports, on which platforms.", FLAGS, argv).command
+    forms = [name for name in ("markdown", "json") if given.get(name)]
+    asks_for_details = "platform" in given or "kv_cache_dtype" in given
+    if len(forms) > 1 or (asks_for_details and given.get("markdown")):
+        raise UsageError("--markdown is a form of the whole table: leave out --json, --platform and --kv-cache-dtype")
+    platforms = [given["platform"]] if "platform" in given else list(PLATFORM_NAMES)
+    formats = [_format_name(given["kv_cache_dtype"])] if "kv_cache_dtype" in given else list(FORMATS)
+    if given.get("json"):
+        print(json.dumps(_as_object(platforms, formats), indent=2))
+    elif asks_for_details:
+        print("\n\n".join("\n".join(_details(platform, name)) for name in formats for platform in platforms))
+    else:
+        render = _markdown if given.get("markdown") else _plain
+        print("\n\n".join("\n".join(render(table)) for table in tables()))
     return 0
 
 
 def tables() -> list[Table]:
-    return [_models(), _kv_formats()]
+    return [_models(), _kv_formats(), _vendors(), _model_rules()]
+
+
+def _format_name(name: str) -> str:
+    try:
+        return get_format(name).name
+    except KeyError:
+        raise UserError(f"--kv-cache-dtype must be one of {', '.join(FORMATS)}, got {name!r}", param="kv_cache_dtype") from None
 
 
 def _models() -> Table:
@@ -68,30 +91,99 @@ def _models() -> Table:
 
 
 def _kv_formats() -> Table:
-    header = ("--kv-cache-dtype", f"bytes per token and layer, {_KV_HEADS} heads of {_HEAD_DIM}", *PLATFORMS)
-    return Table("KV cache formats, and the attention back ends that read them", header, [_kv_row(name) for name in FORMATS])
+    header = ("--kv-cache-dtype", "bytes", *PLATFORM_NAMES)
+    rows = [(name, f"{_bytes_per_token(name):g}", *(_mark(platform, name) for platform in PLATFORM_NAMES)) for name in FORMATS]
+    return Table(
+        "KV cache formats: bytes per token and layer of 8 heads of 128, and how each platform reads them", header, rows, _LEGEND
+    )
 
 
-def _kv_row(name: str) -> list[str]:
-    spec = _kv_spec(name)
-    num_bytes = sum(plane.bytes for plane in get_format(name).planes(spec)) / _BLOCK_SIZE
-    return [name, f"{num_bytes:g}", *(", ".join(_readers(spec, platform)) or "-" for platform in PLATFORMS.values())]
+def _vendors() -> Table:
+    rows = [(name, vendor.title, ", ".join(vendor.reads), _here(name, BACKENDS)) for name, vendor in VENDORS.items()]
+    return Table("Vendors' attention kernels whose limits are known", ("name", "kernels", "formats", "here"), rows)
 
 
-def _readers(spec: KVCacheSpec, platform: Platform) -> Iterator[str]:
-    """The back ends that run plain attention over `spec` on `platform`."""
+def _model_rules() -> Table:
+    header = ("architecture", "here", "platforms", "auto", "why", "cost")
+    rows = [
+        (rule.architecture, _here(rule.architecture, MODELS), ", ".join(sorted(rule.platforms)), rule.kv_format)
+        + (rule.reason, rule.cost)
+        for rule in MODEL_RULES
+    ]
+    return Table("Models whose `--kv-cache-dtype auto` differs (figures: measured with vLLM)", header, rows)
+
+
+def _here(name: str, registry: Mapping[str, str]) -> str:
+    return "yes" if name in registry else "not in this build"
+
+
+@cache
+def _layer(name: str) -> LayerFacts:
+    """What the table asks of a format: plain attention, and of a record of MLA's latent, MLA."""
     from halfbyte.kernels.attention.base import AttentionSpec
 
-    layer = AttentionSpec(2 * _KV_HEADS, _KV_HEADS, _HEAD_DIM, _HEAD_DIM, _HEAD_DIM**-0.5)
-    if get_format(spec.format).refuse(spec, platform) is not None:
+    is_mla = name.endswith("_ds_mla")
+    heads, kv_heads, head_dim, head_dim_v, block_size = _MLA_LAYER if is_mla else _PLAIN_LAYER
+    return LayerFacts(AttentionSpec(heads, kv_heads, head_dim, head_dim_v, head_dim**-0.5), block_size, is_mla)
+
+
+def _readings(platform: str, name: str) -> Mapping[str, Any]:
+    return readings(platform_named(platform), name, [_layer(name)])
+
+
+def _bytes_per_token(name: str) -> float:
+    layer = _layer(name)
+    return page_bytes(kv_spec(name, layer)) / layer.block_size
+
+
+def _mark(platform: str, name: str) -> str:
+    reader = best(_readings(platform, name))
+    if reader is None:
+        return "-"
+    return "N" if reader.is_vendors else "K" if reader.is_fast else "L"
+
+
+def _details(platform: str, name: str) -> Iterator[str]:
+    """Who reads, and what each back end says."""
+    found = _readings(platform, name)
+    reader = best(found)
+    if reader is None:
+        yield f"{name} on {platform}: refused"
+        yield from (f"  {refusal}" for refusal in refusals(found))
         return
-    for name in BACKENDS:
-        if get_backend(name).refuse(layer, spec, platform) is None:
-            yield name
+    yield f"{name} on {platform}: {reader.backend} {reader.outcome}"
+    for backend, answer in found.items():
+        yield f"  {backend} {answer.outcome}" if isinstance(answer, Reader) else f"  {answer}"
 
 
-def _kv_spec(name: str) -> KVCacheSpec:
-    return KVCacheSpec(_KV_HEADS, _HEAD_DIM, _HEAD_DIM, _BLOCK_SIZE, None, name)
+def _as_object(platforms: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
+    return {
+        "models": list(MODELS),
+        "backends": list(BACKENDS),
+        "kv_formats": {
+            name: {
+                "bytes_per_token": _bytes_per_token(name),
+                "platforms": {platform: _cell_object(platform, name) for platform in platforms},
+            }
+            for name in formats
+        },
+        "model_rules": [
+            {"architecture": rule.architecture, "platforms": sorted(rule.platforms), "kv_cache_dtype": rule.kv_format}
+            | {"reason": rule.reason, "cost": rule.cost}
+            for rule in MODEL_RULES
+        ],
+    }
+
+
+def _cell_object(platform: str, name: str) -> dict[str, Any]:
+    found = _readings(platform, name)
+    reader = best(found)
+    return {
+        "outcome": "refused" if reader is None else reader.outcome,
+        "backend": reader and reader.backend,
+        "is_fast": reader is not None and reader.is_fast,
+        "refusals": [{"reason": refusal.reason, "fix": refusal.fix} for refusal in refusals(found)],
+    }
 
 
 def _markdown(table: Table) -> Iterator[str]:
@@ -99,6 +191,9 @@ def _markdown(table: Table) -> Iterator[str]:
     yield ""
     for row in (table.header, ["---"] * len(table.header), *table.rows):
         yield f"| {' | '.join(row)} |"
+    if table.note:
+        yield ""
+        yield table.note
 
 
 def _plain(table: Table) -> Iterator[str]:
@@ -106,3 +201,5 @@ def _plain(table: Table) -> Iterator[str]:
     yield f"{table.title}:"
     for row in (table.header, *table.rows):
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if table.note:
+        yield f"  {table.note}"

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class FirstTokens:
+    """The first `count` positions of every sequence, which lie in blocks of `block_size` at the head of its table."""
+
+    count: int
+    block_size: int
+    slot_mapping: Tensor  # int64 [T]: where these tokens' K/V goes, in `LayerCache.first`; -1 for all others
+
+
+@dataclass(slots=True)
 class AttentionMetadata:
     """A ragged batch: request r owns tokens query_start_loc[r] .. query_start_loc[r + 1] of the step, the last of its context.
 
@@ -31,14 +40,15 @@ class AttentionMetadata:
 
     query_start_loc: Tensor  # int32 [R + 1]
     seq_lens: Tensor  # int32 [R]: context length, this step's tokens included
-    block_table: Tensor  # int32 [R, max blocks]; 0 (the null block) where a block slid out of the window
-    slot_mapping: Tensor  # int64 [T]: where each token's K/V goes; -1 = nowhere
+    block_table: Tensor  # int32 [R, max entries]; 0 (the null block) where a block slid out of the window
+    slot_mapping: Tensor  # int64 [T]: where each token's K/V goes; -1 = nowhere, or see `first`
     block_size: int
     query_lens_host: list[int]
     seq_lens_host: list[int]
     max_query_len: int
     max_seq_len: int
     num_decodes: int  # requests with one token in this step
+    first: FirstTokens | None = None  # where the first tokens of sequences are kept apart
     plan: Any = None  # what the back end's `prepare` made
 
 
@@ -62,13 +72,16 @@ class AttentionSpec:
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged cache.
 
-    reads: the KV formats that it has a fast reader for. graph_support: "none", "decode" (batches of single tokens can be
+    graph_support: "none", "decode" (batches of single tokens can be
     captured in a device graph) or "full".
     """
 
     name: str
-    reads: frozenset[str]
     graph_support: str
+
+    def has_reader(self, kv_format: str) -> bool:
+        """Whether it reads this format by code of its own, faster than through the law."""
+        ...
 
     def arrange(self, kv_spec: KVCacheSpec) -> str:
         """How this back end wants the cache of such a layer arranged: `kv_spec.format` itself, or one of `ARRANGEMENTS`."""

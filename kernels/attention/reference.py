@@ -43,10 +43,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """R pieces of Q queries each. hidden marks the scores that do not count; None when all do."""
+    """R pieces of Q queries each. hidden marks the scores that do not count; None when all do.
+
+    first_slots: in `LayerCache.first`, -1 for all but the first tokens; None where these are kept like others.
+    """
 
     rows: Tensor  # int64 [R * Q]: where the queries and outputs lie among the step's tokens
     slots_RL: Tensor  # int64
+    first_slots_RL: Tensor | None  # int64
     hidden_RQL: Tensor | None  # bool
 
 
@@ -54,8 +58,10 @@ class ReferenceBackend:
     """Correct first. Reads any KV format through its law, so it has a fast reader for none."""
 
     name = "reference"
-    reads: frozenset[str] = frozenset()
     graph_support = "none"
+
+    def has_reader(self, kv_format: str) -> bool:
+        return False
 
     def arrange(self, kv_spec: KVCacheSpec) -> str:
         return kv_spec.format
@@ -79,12 +85,26 @@ class ReferenceBackend:
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         assert spec.sinks is (sinks_H is not None), "a spec with sinks comes with their values"
+        dtype = q_THD.dtype
+        if cache.turns is not None:
+            q_THD, k_TGD, v_TGD = cache.turns.turn(q_THD, k_TGD, v_TGD)
         cache.format.write(k_TGD, v_TGD, cache, metadata.slot_mapping)
+        if cache.first is not None and metadata.first is not None:
+            cache.first.format.write(k_TGD, v_TGD, cache.first, metadata.first.slot_mapping)
         out_THD = q_THD.new_zeros(q_THD.shape[0], spec.num_heads, spec.head_dim_v)
         for tile in metadata.plan:
-            k_RLGD, v_RLGD = cache.format.read(cache, tile.slots_RL)
+            k_RLGD, v_RLGD = _read(cache, tile)
             out_THD[tile.rows] = attend(q_THD[tile.rows], k_RLGD, v_RLGD, tile.hidden_RQL, spec, sinks_H).to(q_THD.dtype)
-        return out_THD
+        return out_THD if cache.turns is None else cache.turns.turn_back(out_THD).to(dtype)
+
+
+def _read(cache: LayerCache, tile: Tile) -> tuple[Tensor, Tensor]:
+    k_RLGD, v_RLGD = cache.format.read(cache, tile.slots_RL)
+    if cache.first is None or tile.first_slots_RL is None:
+        return k_RLGD, v_RLGD
+    is_first_RL11 = (tile.first_slots_RL >= 0)[..., None, None]
+    k_first_RLGD, v_first_RLGD = cache.first.format.read(cache.first, tile.first_slots_RL.clamp(min=0))
+    return torch.where(is_first_RL11, k_first_RLGD, k_RLGD), torch.where(is_first_RL11, v_first_RLGD, v_RLGD)
 
 
 def attend(
@@ -157,16 +177,28 @@ def _tile(pieces: list[Piece], metadata: AttentionMetadata, window: int | None) 
     context_RL = start_R[:, None] + torch.arange(length, device=device)
     outside_RL = context_RL >= end_R[:, None]
     context_RL = context_RL.masked_fill(outside_RL, 0)
-    block_RL = torch.div(context_RL, metadata.block_size, rounding_mode="floor")
-    block_id_RL = metadata.block_table[request_R[:, None], block_RL].long()
-    slots_RL = block_id_RL * metadata.block_size + context_RL - block_RL * metadata.block_size
-    slots_RL = slots_RL.masked_fill(outside_RL, 0)
+    first, first_slots_RL = metadata.first, None
+    if first is None:
+        slots_RL = _slots(metadata, request_R, context_RL, metadata.block_size, 0).masked_fill(outside_RL, 0)
+    else:
+        is_first_RL = context_RL < first.count
+        shift = first.count // first.block_size - first.count // metadata.block_size
+        slots_RL = _slots(metadata, request_R, context_RL, metadata.block_size, shift).masked_fill(outside_RL | is_first_RL, 0)
+        first_slots_RL = _slots(metadata, request_R, context_RL.clamp(max=first.count - 1), first.block_size, 0)
+        first_slots_RL = first_slots_RL.masked_fill(outside_RL | ~is_first_RL, -1)
 
     rows = (row_R[:, None] + query_Q).flatten()
     if len(query_Q) == 1 and all(p.end - p.start == length for p in pieces):
-        return Tile(rows, slots_RL, None)
+        return Tile(rows, slots_RL, first_slots_RL, None)
     position_RQ1 = (position_R[:, None] + query_Q)[..., None]
     hidden_RQL = outside_RL[:, None] | (context_RL[:, None] > position_RQ1)
     if window is not None:
         hidden_RQL |= context_RL[:, None] <= position_RQ1 - window
-    return Tile(rows, slots_RL, hidden_RQL)
+    return Tile(rows, slots_RL, first_slots_RL, hidden_RQL)
+
+
+def _slots(metadata: AttentionMetadata, request_R: Tensor, position_RL: Tensor, block_size: int, shift: int) -> Tensor:
+    """The slots of those positions in blocks of `block_size`, whose entries lie `shift` further back in the table."""
+    block_RL = torch.div(position_RL, block_size, rounding_mode="floor")
+    entry_RL = (block_RL + shift).clamp(max=metadata.block_table.shape[1] - 1)  # of positions that are not asked for
+    return metadata.block_table[request_R[:, None], entry_RL].long() * block_size + position_RL - block_RL * block_size

@@ -55,10 +55,25 @@ class OpCode(IntEnum):
     BEST = 8
     BEST_OF_PANELS = 9
     ROUND = 10
+    TURN = 11
+    STORE = 12
+    TAP = 13
 
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 CACHE_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "bfloat16_pairs": 3}
+CODED = 4  # what `kvcache.formats.tiles` arranges
+CODECS = {
+    name: number
+    for number, name in enumerate(
+        ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head")
+        + ("int4_per_token_head", "nvfp4", "nvfp4_4over6", "int4", "int5", "int6", "ultraquant_4bit")
+        + ("turboquant_4bit_key", "turboquant_4bit_value")
+    )
+}
+
+# Blocks in tiles hold a multiple of so many tokens, and vectors of so many numbers; kGroupKeys of kv_tiles.h
+TILE = 16
 
 # Blocks of bfloat16_pairs hold a multiple of so many tokens, values have a multiple of so many dims; as in kv_tiles.h, kv_pairs.h
 PAIR_BLOCK = 16
@@ -89,10 +104,24 @@ class Plane(Structure):
     _fields_ = [("data", c_void_p), ("block_stride", c_int64), ("head_stride", c_int64), ("row_stride", c_int64)]
 
 
+class Side(Structure):
+    """K or V of one layer."""
+
+    _fields_ = [
+        ("codes", Plane),
+        ("high", Plane),
+        ("extra", Plane),
+        ("scales", c_void_p),
+        ("table", c_void_p),
+        ("codec", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
 class Cache(Structure):
     """One layer's cache."""
 
-    _fields_ = [("k", Plane), ("v", Plane), ("format", c_int32), ("block_size", c_int32)]
+    _fields_ = [("k", Side), ("v", Side), ("format", c_int32), ("block_size", c_int32)]
 
 
 class Attention(Structure):
@@ -100,6 +129,9 @@ class Attention(Structure):
 
     _fields_ = [
         ("cache", Cache),
+        ("first", Cache),
+        ("first_tokens", c_int32),
+        ("entry_shift", c_int32),
         ("sinks", c_void_p),
         ("group", c_int32),
         ("num_heads", c_int32),
@@ -132,6 +164,7 @@ class Op(Structure):
         ("weight2", c_void_p),
         ("matrices", POINTER(Matrix)),
         ("attention", POINTER(Attention)),
+        ("tap", c_void_p),
     ]
 
 
@@ -155,6 +188,7 @@ class Group(Structure):
         ("seq_lens", c_void_p),
         ("block_table", c_void_p),
         ("slot_mapping", c_void_p),
+        ("first_slots", c_void_p),
         ("table_width", c_int64),
     ]
 

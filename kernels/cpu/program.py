@@ -13,15 +13,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as once
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu import abi
-from halfbyte.kernels.cpu.abi import ACTIVATIONS, CACHE_FORMATS, OpCode, RowType
+from halfbyte.kernels.cpu.abi import ACTIVATIONS, CACHE_FORMATS, CODECS, OpCode, RowType
 from halfbyte.kernels.cpu.library import CpuEngine
-from halfbyte.kernels.cpu.weights import PackedMatrix
+from halfbyte.kernels.cpu.weights import PackedMatrix, pack_dense
+from halfbyte.kvcache.formats.tiles import TilesFormat
+from halfbyte.kvcache.formats.turboquant import levels
+from halfbyte.kvcache.turns import LayerTurns
 
 if TYPE_CHECKING:
     from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
@@ -44,10 +48,13 @@ class RotaryInput:
 class Program:
     """Operations in order. product_type: what the inputs of products are, which depends on the kind of all its matrices.
 
+    tap_rows: keep queries, keys and values of steps of up to so many tokens, as attention sees them, in `taps`: one per layer.
     Buffers are numbers from `buffer`; INPUT and OUTPUT are the tensors that `run` takes and returns.
     """
 
-    def __init__(self, engine: CpuEngine, product_type: RowType = RowType.FLOATS) -> None:
+    def __init__(self, engine: CpuEngine, product_type: RowType = RowType.FLOATS, *, tap_rows: int = 0) -> None:
+        self.taps: list[Tensor] = []
+        self._tap_rows = tap_rows
         self._engine = engine
         self._product_type = product_type
         self._ops: list[abi.Op] = []
@@ -158,11 +165,36 @@ class Program:
             weight2=None if k_norm_D is None else self._floats(k_norm_D),
             eps=eps,
         )
+        if self._tap_rows:
+            width = (spec.num_heads + spec.num_kv_heads) * spec.head_dim + spec.num_kv_heads * spec.head_dim_v
+            self.taps.append(torch.zeros(self._tap_rows, width))
+            self._add(OpCode.TAP, in_=qkv, width=width, tap=self.taps[-1].data_ptr())
+        turns = cache.turns or LayerTurns()
+        k_column, v_column = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        group_size = spec.num_heads // spec.num_kv_heads
+        self._turn(qkv, 0, turns.q_GDD, group_size)
+        self._turn(qkv, k_column, turns.k_GDD, 1, turns.k_shift_GD)
+        self._turn(qkv, v_column, turns.v_GDD, 1)
+        if attention.cache.format == abi.CODED:
+            self._add(OpCode.STORE, in_=qkv, attention=pointer)
         in_type = RowType.FLOATS if self._product_type is RowType.FLOATS else RowType.BF16
-        out_type = self._type_of_result(out)
+        out_type = self._type_of_result(out) if turns.out_GDD is None else RowType.FLOATS
         self._add(OpCode.ATTEND, in_=qkv, in_type=in_type, out=out, out_type=out_type, attention=pointer)
         self._add(OpCode.COMBINE, out=out, out_type=out_type, attention=pointer)
-        self._round_result(out, spec.num_heads * spec.head_dim_v)
+        self._turn(out, 0, turns.out_GDD, group_size)
+        if out_type is not self._type_of_input(out):
+            width = spec.num_heads * spec.head_dim_v
+            self._add(OpCode.ROUND, in_=out, out=out, out_type=self._type_of_input(out), width=width)
+
+    def _turn(self, buffer: int, column: int, matrix_GDD: Tensor | None, per_matrix: int, shift_GD: Tensor | None = None) -> None:
+        """Multiply the heads from `column` on, in place, `per_matrix` of them with each matrix; then subtract the shift."""
+        if matrix_GDD is None:
+            return
+        matrices = [pack_dense(self._engine, matrix_DD) for matrix_DD in matrix_GDD]
+        for matrix, shift_D in zip(matrices, [] if shift_GD is None else shift_GD, strict=shift_GD is not None):
+            matrix.bias = -shift_D
+        heads = [matrix for matrix in matrices for _ in range(per_matrix)]
+        self._add(OpCode.TURN, in_=buffer, matrices=self._matrices(heads, column), num_matrices=len(heads))
 
     def run(
         self,
@@ -239,9 +271,9 @@ class Program:
         pointer: int = self._keep(tensor.contiguous()).data_ptr()
         return pointer
 
-    def _matrices(self, matrices: Sequence[PackedMatrix]) -> Any:
+    def _matrices(self, matrices: Sequence[PackedMatrix], column: int = 0) -> Any:
+        """Side by side from `column` on."""
         array = (abi.Matrix * len(matrices))()
-        column = 0
         for at, matrix in enumerate(matrices):
             self._keep(matrix)
             bias = None if matrix.bias is None else self._floats(matrix.bias)
@@ -260,12 +292,13 @@ class Program:
 
 def attention_structure(spec: AttentionSpec, cache: LayerCache, group: int) -> abi.Attention:
     """A layer's attention with the addresses of its cache."""
-    planes = [
-        abi.Plane(plane.data_ptr(), *(stride * plane.element_size() for stride in plane.stride()[:3]))
-        for plane in (cache.planes["k"], cache.planes["v"])
-    ]
+    first = cache.first
+    shift = 0 if first is None else cache.spec.first_tokens // first.spec.block_size
     return abi.Attention(
-        cache=abi.Cache(*planes, CACHE_FORMATS[cache.format.name], cache.spec.block_size),
+        cache=_cache_structure(cache),
+        first=abi.Cache() if first is None else _cache_structure(first),
+        first_tokens=cache.spec.first_tokens,
+        entry_shift=shift - cache.spec.first_tokens // cache.spec.block_size,
         sinks=None,
         group=group,
         num_heads=spec.num_heads,
@@ -276,6 +309,34 @@ def attention_structure(spec: AttentionSpec, cache: LayerCache, group: int) -> a
         scale=spec.scale,
         soft_cap=spec.soft_cap or 0.0,
     )
+
+
+def _cache_structure(cache: LayerCache) -> abi.Cache:
+    sides = (("k", cache.scales.k_G, cache.spec.head_dim), ("v", cache.scales.v_G, cache.spec.head_dim_v))
+    if not isinstance(cache.format, TilesFormat):
+        plain = [
+            abi.Side(codes=_plane_structure(cache.planes[name]), codec=CODECS.get(cache.format.name, 0)) for name, *_ in sides
+        ]
+        return abi.Cache(*plain, CACHE_FORMATS[cache.format.name], cache.spec.block_size)
+    found = []
+    for (name, scale_G, dim), side in zip(sides, (cache.format.k, cache.format.v), strict=True):
+        planes = [_plane_structure(cache.planes.get(name + suffix)) for suffix in ("", "_high", "_extra")]
+        table = _levels(dim) if side.codec.name == "turboquant_4bit_key" else None
+        scales = scale_G.data_ptr() if side.codec.uses_scale else None
+        found.append(abi.Side(*planes, scales, _address(table), CODECS[side.codec.name]))
+    return abi.Cache(*found, abi.CODED, cache.spec.block_size)
+
+
+@once
+def _levels(dim: int) -> Tensor:
+    """Kept for ever: structures hold its address."""
+    return levels(dim)
+
+
+def _plane_structure(plane: Tensor | None) -> abi.Plane:
+    if plane is None:
+        return abi.Plane()
+    return abi.Plane(plane.data_ptr(), *(stride * plane.element_size() for stride in plane.stride()[:3]))
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -293,5 +354,6 @@ def _group_structure(metadata: AttentionMetadata, block_table: Tensor) -> abi.Gr
         metadata.seq_lens.data_ptr(),
         block_table.data_ptr(),
         metadata.slot_mapping.data_ptr(),
+        None if metadata.first is None else metadata.first.slot_mapping.data_ptr(),
         block_table.shape[1],
     )

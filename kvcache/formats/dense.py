@@ -1,5 +1,7 @@
 """K and V as plain floating-point numbers: bfloat16, float16 or float32, no scales.
 
+`DenseFormat` holds both sides so; `DenseCodec` is one side of a format whose other side is something else.
+
 A block is a K plane and a V plane, both head-major (G, S, D): one kv head's tokens of a block lie side by side, which is
 what a tile reader wants.
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import Refusal
+from halfbyte.kvcache.formats.base import Rotation, Side
 from halfbyte.kvcache.spec import KVCacheSpec, Plane
 
 if TYPE_CHECKING:
@@ -25,8 +28,12 @@ if TYPE_CHECKING:
 class DenseFormat:
     """K and V cast to the torch dtype called `name`."""
 
+    rotations: tuple[Rotation, Rotation] = ("none", "none")
+    first_tokens = 0
+
     def __init__(self, name: str) -> None:
         self.name = name
+        self.sides = (Side(DenseCodec(name)), Side(DenseCodec(name)))
 
     def planes(self, spec: KVCacheSpec) -> tuple[Plane, ...]:
         return (
@@ -49,6 +56,32 @@ class DenseFormat:
 
     def read(self, cache: LayerCache, slots_RL: Tensor) -> tuple[Tensor, Tensor]:
         return _gather(cache.planes["k"], slots_RL), _gather(cache.planes["v"], slots_RL)
+
+
+class DenseCodec:
+    """Numbers cast to the torch dtype called `name`; their bits are the codes."""
+
+    uses_scale = False
+    extra_unit = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._dtype = getattr(torch, name)
+        self.bits = 8 * self._dtype.itemsize
+        self._codes = {16: torch.int16, 32: torch.int32}[self.bits]
+
+    def extra_bytes(self, dim: int) -> int:
+        return 0
+
+    def encode(self, x_D: Tensor, scale_1: Tensor) -> tuple[Tensor, Tensor]:
+        codes_D = x_D.to(self._dtype).view(self._codes)
+        return codes_D, codes_D[..., :0].to(torch.uint8)
+
+    def decode(self, codes_D: Tensor, extra_E: Tensor, scale_1: Tensor) -> Tensor:
+        return codes_D.contiguous().view(self._dtype).float()
+
+    def refuse(self, dim: int) -> Refusal | None:
+        return None
 
 
 def _gather(plane_BGSD: Tensor, slots_RL: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import Refusal
+from halfbyte.kvcache.formats.base import Rotation
 from halfbyte.kvcache.spec import KVCacheSpec, Plane
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 class PairFormat:
     """Holds the very numbers that `DenseFormat("bfloat16")` holds, in as many bytes."""
+
+    sides = None
+    rotations: tuple[Rotation, Rotation] = ("none", "none")
+    first_tokens = 0
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.kernels.attention import get_backend, reference
 from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
-from halfbyte.kvcache.formats import FORMATS, get_format
+from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.kvcache.tensors import LayerCache, view_layer
 
@@ -180,8 +180,8 @@ def test_ragged_batch_equals_attention_written_out(name: str) -> None:
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_format", sorted(FORMATS))
-def test_every_format_is_read_through_its_law(kv_format: str) -> None:
+@pytest.mark.parametrize("kv_format", ["bfloat16", "float16", "float32"])
+def test_plain_formats_are_read_through_their_law(kv_format: str) -> None:
     for got, expected in zip(*_run(SPECS["cap-window"], kv_format), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 

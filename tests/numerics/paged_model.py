@@ -88,7 +88,7 @@ class PagedModel:
         return output
 
     def _metadata(self, group: int, tokens: Mapping[str, Sequence[int]]) -> AttentionMetadata:
-        window = self.layout.groups[group].spec.sliding_window
+        window = self.layout.groups[group].sliding_window
         tables, slots, seq_lens = [], [], []
         for name, ids in tokens.items():
             row = self.rows.setdefault(name, Row(0, [[] for _ in self.layout.groups]))

@@ -163,7 +163,7 @@ def test_shared_prefix_blocks_equal_computed_ones(make_runner: Callable[..., Mod
     driver.generate("a", PROMPT, GREEDY, 2)
     driver.tables["b"] = [blocks[:3] for blocks in driver.tables["a"]]
     for group, table in zip(driver.runner.layout.groups, driver.tables["b"], strict=True):
-        if group.spec.sliding_window is not None:
+        if group.sliding_window is not None:
             table[0] = 0  # slid out of the window: the null block stands in
     row = driver.enter("b", PROMPT[:12] + tail, GREEDY)
     driver.computed["b"] = 12
@@ -179,7 +179,7 @@ def test_blocks_that_slid_out_of_the_window_may_serve_others(make_runner: Callab
     alone = Driver(make_runner()).generate("a", PROMPT, GREEDY, 8)
     tokens = driver.generate("a", PROMPT, GREEDY, 2)
     driver.tables["b"] = [
-        [driver.next_block] if group.spec.sliding_window is None else table[:1]
+        [driver.next_block] if group.sliding_window is None else table[:1]
         for group, table in zip(driver.runner.layout.groups, driver.tables["a"], strict=True)
     ]
     driver.next_block += 1

@@ -39,9 +39,11 @@ HEAVY = SamplingParams(
 )
 
 
+LAYOUT = make_layout([KVCacheSpec(1, 8, 8, BLOCK_SIZE, window, "float32") for window in (None, 6)], lambda spec: 64)
+
+
 def two_groups() -> BlockTables:
-    specs = [KVCacheSpec(1, 8, 8, BLOCK_SIZE, window, "float32") for window in (None, 6)]
-    return BlockTables(make_layout(specs, lambda spec: 64), 6, 64, CPU)
+    return BlockTables(LAYOUT, 6, 64, CPU)
 
 
 def new_row(name: str, tokens: list[int], computed: int = 0, params: SamplingParams | None = None) -> NewRow:
@@ -187,7 +189,7 @@ def test_ragged_batches_equal_a_loop(shape: list[tuple[int, int, int]], random: 
     assert batch.samples_R.tolist() == [held[n][1] + counts[n] == len(held[n][0]) for n in order]
 
     for group in range(2):
-        metadata = attention_metadata(batch, tables, group, BLOCK_SIZE)
+        metadata = attention_metadata(batch, tables, group, LAYOUT.groups[group])
         slots = [
             held[name][2][group][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
             for name in order

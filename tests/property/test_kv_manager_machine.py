@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -32,10 +32,14 @@ class User:
     tables: list[list[int]] | None = None
 
 
-def layout_of(block_size: int, windows: list[int | None]) -> KVLayout:
-    return make_layout(
-        [KVCacheSpec(1, 8, 8, block_size, window, "float32") for window in windows], lambda spec: 64 * spec.block_size
-    )
+def layout_of(block_size: int, windows: list[int | None], first_tokens: int = 0, widths: tuple[int, int] = (4, 4)) -> KVLayout:
+    """widths: bytes per token of layers of full attention and of sliding ones; the first tokens have 8 each."""
+
+    def page_bytes(spec: KVCacheSpec) -> int:
+        width = 8 if spec.format == "bfloat16" else widths[spec.sliding_window is not None]
+        return width * spec.block_size
+
+    return make_layout([KVCacheSpec(1, 8, 8, block_size, window, "float32", first_tokens) for window in windows], page_bytes)
 
 
 def longest_match(manager: KVCacheManager, user: User) -> int:
@@ -46,9 +50,12 @@ def longest_match(manager: KVCacheManager, user: User) -> int:
     for length in range((len(user.token_ids) - 1) // size, 0, -1):
         fits = True
         for group, kv_group in enumerate(manager.layout.groups):
-            window = kv_group.spec.sliding_window
+            window = kv_group.sliding_window
             first = 0 if window is None else max(0, length * size - window + 1)
-            fits &= all(manager.pool.match((group, user.block_hashes[at // size])) for at in range(first, length * size))
+            for position in range(first, length * size):
+                unit = position // size
+                nth = kv_group.entry_of(position) - kv_group.entry_of(unit * size)
+                fits &= manager.pool.match((group, user.block_hashes[unit] + (nth.to_bytes(2) if nth else b""))) is not None
         if fits:
             return length * size
     return 0
@@ -61,11 +68,23 @@ class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 4),
         windows=st.sampled_from([[None], [None, 1], [None, 3], [None, 6], [4], [None, 3, 7], [2, 5]]),
-        num_blocks=st.integers(8, 40),
+        num_blocks=st.integers(8, 60),
         caching=st.sampled_from([True, True, True, False]),
+        first_units=st.sampled_from([0, 0, 1, 2]),
+        widths=st.sampled_from([(4, 4), (4, 4), (2, 4), (4, 2), (1, 4)]),
     )
-    def start(self, block_size: int, windows: list[int | None], num_blocks: int, caching: bool) -> None:
-        layout = layout_of(block_size, windows)
+    def start(
+        self,
+        block_size: int,
+        windows: list[int | None],
+        num_blocks: int,
+        caching: bool,
+        first_units: int,
+        widths: tuple[int, int],
+    ) -> None:
+        fits_first = block_size * min(widths) >= 8
+        layout = layout_of(block_size, windows, first_units * block_size if fits_first else 0, widths)
+        event(f"{len({group.block_size for group in layout.groups})} block sizes, {layout.groups[0].first_tokens > 0} first")
         self.manager = KVCacheManager(layout, num_blocks, enable_prefix_caching=caching, max_num_batched_tokens=MAX_BATCHED)
         self.memory = self.memory_class(layout, self.manager.pool)
         self.waiting: list[User] = []
@@ -105,7 +124,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.waiting.remove(user)
         self.running.append(user)
         user.tables, user.num_computed_tokens = tables, match.num_tokens
-        assert [table[: match.num_tokens // self.manager.block_size] for table in tables] == match.block_ids
+        assert [table[: len(hit)] for table, hit in zip(tables, match.block_ids, strict=True)] == match.block_ids
         self.compute(user, chunk)
 
     @precondition(lambda self: self.running)
@@ -216,7 +235,7 @@ def test_match_is_the_longest_with_any_holes(
     match = manager.match_prefix(user)
     assert match.num_tokens == longest_match(manager, user)
     for group, kv_group in enumerate(manager.layout.groups):
-        window = kv_group.spec.sliding_window
+        window = kv_group.sliding_window
         num_null = 0 if window is None else max(0, match.num_tokens - window + 1) // block_size
         expected = [0] * num_null + [cached[group, index] for index in range(num_null, match.num_tokens // block_size)]
         assert match.block_ids[group] == expected

@@ -222,7 +222,7 @@ def test_scheduler_against_oracle(scenario: tuple[Any, ...], fake_runner: Any) -
             oracle.end(output.request_id)
         step = scheduler.schedule()
         oracle.check_step(step)
-        if all(group.spec.sliding_window is None for group in manager.layout.groups):
+        if all(group.sliding_window is None for group in manager.layout.groups):
             oracle.check_admission(step, scheduler)
         manager.check()
         runner.execute(step)

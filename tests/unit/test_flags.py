@@ -201,10 +201,12 @@ def test_dtype_aliases() -> None:
         (["--port.x", "1"], "--port takes no dotted keys"),
         (["--device", "tpu"], "--device: 'tpu' is not one of auto, cpu, cuda, rocm"),
         (
-            ["--kv-cache-dtype", "fp8"],
-            "--kv-cache-dtype fp8 is not supported yet; possible here: auto, bfloat16, float16, float32",
+            ["--kv-cache-dtype", "fp8_inc"],
+            "--kv-cache-dtype fp8_inc is not supported; possible here: auto, fp8, bfloat16, float16, float32",
         ),
-        (["--kv-cache-dtype", "x"], "--kv-cache-dtype must be one of auto, bfloat16, float16, float32, got 'x'"),
+        (["--kv-cache-dtype", "x"], "--kv-cache-dtype must be one of auto, fp8, bfloat16, float16, float32"),
+        (["--kv-cache-dtype", "k:fp8,v:x"], "--kv-cache-dtype k:fp8,v:x: K and V can each be one of"),
+        (["--kv-check", "maybe"], "--kv-check: 'maybe' is not one of refuse, warn, off"),
         (["--load-format", "pt"], "--load-format pt is not supported yet"),
         (["--attention-backend", "FLASH_ATTN"], "--attention-backend: 'FLASH_ATTN' is not one of auto, cpu, reference"),
         (["--ssl-keyfile", "k"], "--ssl-keyfile and --ssl-certfile go together"),
@@ -283,7 +285,7 @@ class TestConfigFile:
             ({"port": [1]}, ": port must be a single value, got [1]"),
             ({"enable-prefix-caching": "yes"}, ": enable-prefix-caching must be true or false, got 'yes'"),
             ({"config": "other.yaml"}, ": config cannot stand in a file"),
-            ({"kv-cache-dtype": "fp8"}, ": --kv-cache-dtype fp8 is not supported yet"),
+            ({"kv-cache-dtype": "fp8_inc"}, ": --kv-cache-dtype fp8_inc is not supported"),
         ],
     )
     def test_wrong_value(self, values: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1, "nvfp4": Fraction(9, 16)}
 
 def make(num_full: int, num_sliding: int = 0, *, window: int = 512, fmt: str = "bfloat16", block_size: int = 16) -> KVLayout:
     specs = [KVCacheSpec(3, 64, 64, block_size, w, fmt) for w in [None] * num_full + [window] * num_sliding]
-    return make_layout(specs, lambda spec: int(2 * 3 * 64 * block_size * BYTES[spec.format]))
+    return make_layout(specs, lambda spec: int(2 * 3 * 64 * spec.block_size * BYTES[spec.format]))
 
 
 def numbers(line: str) -> list[Fraction]:
@@ -26,8 +26,8 @@ def numbers(line: str) -> list[Fraction]:
 def check_printed(capacity: KVCapacity) -> None:
     """Parse the lines as a reader would, and do each sum again."""
     block, cache, room = capacity.lines()
-    positions, page, block_bytes, block_size = numbers(block)[:4]
-    assert positions * page == block_bytes == capacity.layout.block_bytes and block_size == capacity.layout.block_size
+    positions, page, block_bytes = numbers(block)[:3]
+    assert positions * page == block_bytes == capacity.layout.block_bytes
     num_blocks, per_block, total = numbers(cache)[:3]
     assert num_blocks * per_block == total == capacity.num_bytes and per_block == block_bytes
     usable, per_request, length, at_once, usable_again, length_again, per_request_again, tokens = numbers(room)
@@ -53,7 +53,7 @@ def test_full_attention_tokens_are_blocks_times_block_size() -> None:
     layout = make(30)
     capacity = size_cache(layout, 101 * layout.block_bytes, 160, 8192, 2048)
     assert (capacity.num_blocks, capacity.num_tokens, capacity.max_concurrency) == (101, 1600, 10.0)
-    assert capacity.num_tokens * layout.block_bytes == 100 * layout.block_bytes * layout.block_size
+    assert capacity.num_tokens * layout.block_bytes == 100 * layout.block_bytes * layout.unit_tokens
 
 
 def test_a_sliding_group_needs_its_window_and_one_step() -> None:

@@ -30,7 +30,8 @@ LAZY_NAMES = {"LLM", "RequestOutput", "CompletionOutput"}
 TORCH_FREE = (
     *("halfbyte/*.py", "engine/**/*.py", "entrypoints/**/*.py"),
     *(f"kvcache/{name}.py" for name in ("spec", "sizing", "block_pool", "prefix_hash", "manager")),
-    *(f"model_runner/{name}.py" for name in ("gguf", "source", "catalogue", "decoder_config")),
+    *(f"model_runner/{name}.py" for name in ("gguf", "source", "catalogue", "decoder_config", "kv_scheme", "safetensors_files")),
+    "model_runner/texts/__init__.py",
     *("kvcache/formats/__init__.py", "kernels/attention/__init__.py", "model_runner/models/__init__.py"),
 )
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "helper"}

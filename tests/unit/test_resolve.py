@@ -11,17 +11,34 @@ from halfbyte import config
 from halfbyte.config import CacheConfig, EngineConfig, EngineOptions, ModelConfig, SchedulerConfig, ServerConfig
 from halfbyte.errors import UnsupportedError, UserError
 from halfbyte.platform import Platform
-from halfbyte.resolve import BLOCK_SIZES, DTYPES, LOAD_FORMATS, ModelFacts, config_lines, flag_of, resolve
+from halfbyte.resolve import (
+    BLOCK_SIZES,
+    DTYPES,
+    LOAD_FORMATS,
+    UNSUPPORTED_KV_CACHE_DTYPES,
+    ModelFacts,
+    config_lines,
+    flag_of,
+    resolve,
+)
 
 CPU = Platform(device="cpu", name="CPU", num_threads=6, memory_limit_bytes=2**34, native_bf16=True)
 OLD_CPU = replace(CPU, native_bf16=False)
 GPU = Platform(device="cuda", name="GPU", num_threads=6, memory_limit_bytes=2**36, native_bf16=True, capability=(9, 0))
 ROCM = replace(GPU, device="rocm", capability=None)
-FACTS = ModelFacts(architecture="LlamaForCausalLM", dtype="bfloat16", max_position=8192, vocab_size=49152, num_layers=30)
+FACTS = ModelFacts(
+    architecture="LlamaForCausalLM", dtype="bfloat16", max_position=8192, vocab_size=49152, layer_windows=(None, 512, 512, None)
+)
+KV_FORMATS = ("bfloat16", "float16", "float32", "fp8_e4m3", "nvfp4", "kv4")
 
 
 def resolved(platform: Platform = CPU, facts: ModelFacts = FACTS, **options: Any) -> EngineConfig:
     return resolve(EngineOptions(**options), facts, platform)
+
+
+def resolved_kv(facts: ModelFacts = FACTS, plan: list[str] | None = None, **options: Any) -> EngineConfig:
+    """In a build with more than the plain formats."""
+    return resolve(EngineOptions(**options), facts, CPU, kv_formats=KV_FORMATS, kv_plan=plan)
 
 
 def test_defaults_on_a_cpu() -> None:
@@ -43,6 +60,10 @@ def test_defaults_on_a_cpu() -> None:
     assert found.cache == CacheConfig(
         block_size=16,
         kv_cache_dtype="bfloat16",
+        layer_dtypes=("bfloat16",) * 4,
+        first_tokens=None,
+        kv_calibration=None,
+        kv_check="refuse",
         kv_cache_memory_bytes=None,
         memory_utilization=0.5,
         num_blocks_override=None,
@@ -77,7 +98,7 @@ def test_defaults_on_a_gpu() -> None:
 def test_every_field_has_an_origin() -> None:
     found = resolved(seed=1, block_size=32, scheduling_policy="priority")
     names = {f.name for part in (found.model, found.cache, found.scheduler) for f in fields(part)} | {"attention_backend"}
-    assert set(found.origins) == names
+    assert set(found.origins) == names - {"layer_dtypes"}, "which follow from others"
     assert set(found.origins.values()) <= {"default", "flag", "checkpoint", "platform"}
     assert {name for name, origin in found.origins.items() if origin == "flag"} == {"seed", "block_size", "policy"}
     assert found.origins["max_model_len"] == "checkpoint" and found.origins["num_threads"] == "platform"
@@ -109,15 +130,26 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "scheduling_policy": "priority",
         "logprobs_mode": "raw_logits",
         "kv_cache_dtype": "float32",
+        "kv_calibration": "a file",
+        "kv_check": "warn",
         "gpu_memory_utilization": 0.25,
         "attention_backend": "reference",
     }
     if option in ("hf_token", "download_dir"):
         return
+    if option in ("kv_cache_plan", "kv_cache_dtype_skip_layers"):  # they say what single layers have
+        assert skipping_or_planned(option).cache.layer_dtypes == ("bfloat16", "nvfp4", "nvfp4", "nvfp4")
+        return
     back_ends = {"attention_backends": ("cpu", "reference")} if option == "cpu_activations" else {}
     found = resolve(EngineOptions(**{option: changed.get(option, 32)}), FACTS, CPU, **back_ends)
     assert found != resolved() or found.origins != resolved().origins
     assert "flag" in found.origins.values()
+
+
+def skipping_or_planned(option: str) -> EngineConfig:
+    if option == "kv_cache_plan":
+        return resolved_kv(kv_cache_plan="a file", plan=["bfloat16", "nvfp4", "nvfp4", "nvfp4"])
+    return resolved_kv(kv_cache_dtype="nvfp4", kv_cache_dtype_skip_layers=["0"])
 
 
 @pytest.mark.parametrize(
@@ -173,29 +205,136 @@ def test_max_model_len(asked: int | None, length: int, origin: str) -> None:
     assert (found.model.max_model_len, found.origins["max_model_len"]) == (length, origin)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "nvfp4", "int8_per_token_head", "turboquant_k8v4"])
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_KV_CACHE_DTYPES))
 def test_known_kv_formats_are_refused_with_what_works(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {name} is not supported yet") as caught:
+    with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {name} is not supported") as caught:
         resolved(kv_cache_dtype=name)
     assert "possible here: auto, bfloat16, float16, float32" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("asked", "format"),
+    [
+        ("fp8", "fp8_e4m3"),
+        ("fp8_e4m3", "fp8_e4m3"),
+        ("half", "float16"),
+        ("k:fp8,v:nvfp4", "k:fp8_e4m3,v:nvfp4"),
+        ("v:nvfp4,k:half", "v:nvfp4,k:float16"),
+    ],
+)
+def test_kv_formats_by_their_other_names(asked: str, format: str) -> None:
+    found = resolved_kv(kv_cache_dtype=asked)
+    assert (found.cache.kv_cache_dtype, found.origins["kv_cache_dtype"]) == (format, "flag")
+    assert found.cache.layer_dtypes == (format,) * 4
+
+
+@pytest.mark.parametrize("asked", ["k:fp8,v:nvfp3", "k:fp8,v:", "k:auto,v:nvfp4", "v:kv9,k:nvfp4"])
+def test_both_sides_of_a_pair_are_formats(asked: str) -> None:
+    with pytest.raises(UserError, match=f"--kv-cache-dtype {asked}: K and V can each be one of bfloat16, .*, got ") as caught:
+        resolved_kv(kv_cache_dtype=asked)
+    assert caught.value.param == "kv_cache_dtype"
+
+
+@pytest.mark.parametrize("asked", ["k:fp8", "k:fp8,k:fp8", "k:fp8,v:fp8,v:fp8", "fp8,nvfp4"])
+def test_what_is_no_pair(asked: str) -> None:
+    with pytest.raises(UserError, match="--kv-cache-dtype must be one of auto, .*, or k:FORMAT,v:FORMAT"):
+        resolved_kv(kv_cache_dtype=asked)
+
+
+@pytest.mark.parametrize("origin", ["checkpoint", "rule for LlamaForCausalLM"])
+def test_auto_takes_what_the_checkpoint_or_a_rule_asks_for(origin: str) -> None:
+    facts = replace(FACTS, kv_format="fp8_e4m3", kv_origin=origin)
+    found = resolved_kv(facts)
+    assert (found.cache.kv_cache_dtype, found.origins["kv_cache_dtype"]) == ("fp8_e4m3", origin)
+    assert f"kv_cache_dtype=fp8_e4m3 ({origin})" in config_lines(found)[1]
+    found = resolved_kv(facts, kv_cache_dtype="nvfp4")
+    assert (found.cache.kv_cache_dtype, found.origins["kv_cache_dtype"]) == ("nvfp4", "flag")
+
+
+@pytest.mark.parametrize(
+    ("words", "skipped"),
+    [
+        ([], []),
+        (["0"], [0]),
+        ([0, "3"], [0, 3]),
+        (["sliding_window"], [1, 2]),
+        (["3", "sliding_window"], [1, 2, 3]),
+    ],
+)
+def test_skipped_layers_stay_in_the_models_dtype(words: list[Any], skipped: list[int]) -> None:
+    found = resolved_kv(kv_cache_dtype="nvfp4", kv_cache_dtype_skip_layers=words, dtype="float16")
+    assert [layer for layer, name in enumerate(found.cache.layer_dtypes) if name == "float16"] == skipped
+    assert set(found.cache.layer_dtypes) <= {"float16", "nvfp4"} and found.cache.kv_cache_dtype == "nvfp4"
+
+
+@pytest.mark.parametrize("word", ["4", "-1", "full_attention", "1.0", "0-3", -1])
+def test_a_layer_that_is_none_cannot_be_skipped(word: Any) -> None:
+    with pytest.raises(UserError, match="--kv-cache-dtype-skip-layers takes layer numbers from 0 to 3 and sliding_window, got"):
+        resolved_kv(kv_cache_dtype="nvfp4", kv_cache_dtype_skip_layers=["0", word])
+
+
+def test_a_plan_says_the_format_of_every_layer() -> None:
+    plan = ["fp8_e4m3", "kv4", "k:fp8_e4m3,v:nvfp4", "bfloat16"]
+    found = resolved_kv(kv_cache_plan="plan.json", plan=plan)
+    assert found.cache.layer_dtypes == tuple(plan)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5])
+def test_a_plan_is_for_a_model_of_so_many_layers(layers: int) -> None:
+    with pytest.raises(UserError, match=f"--kv-cache-plan plan.json is for {layers} layers, this model has 4"):
+        resolved_kv(kv_cache_plan="plan.json", plan=["kv4"] * layers)
+
+
+def test_formats_of_a_plan_are_those_of_the_build() -> None:
+    with pytest.raises(UserError, match="must be one of auto, bfloat16, .*, got 'kv9'"):
+        resolved_kv(kv_cache_plan="plan.json", plan=["kv4", "kv9", "kv4", "kv4"])
+    with pytest.raises(UnsupportedError, match="fp8_inc is not supported"):
+        resolved_kv(kv_cache_plan="plan.json", plan=["kv4", "kv4", "kv4", "fp8_inc"])
+
+
+@pytest.mark.parametrize("other", [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype_skip_layers": ["0"]}])
+def test_a_plan_stands_alone(other: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="--kv-cache-plan plan.json says the format of every layer; leave --kv-cache-dtype and"):
+        resolved_kv(kv_cache_plan="plan.json", plan=["kv4"] * 4, **other)
+
+
+def test_first_tokens_are_as_the_formats_want_them_unless_asked_for() -> None:
+    assert resolved_kv(kv_cache_dtype="kv4").cache.first_tokens is None
+    for asked in (0, 16, 256):
+        found = resolved_kv(kv_cache_dtype="kv4", kv_cache_first_tokens=asked)
+        assert (found.cache.first_tokens, found.origins["first_tokens"]) == (asked, "flag")
+
+
+def test_calibration_and_check() -> None:
+    found = resolved_kv(kv_cache_dtype="kv4", kv_calibration="a.safetensors", kv_check="off")
+    assert (found.cache.kv_calibration, found.cache.kv_check) == ("a.safetensors", "off")
+    assert found.origins["kv_calibration"] == found.origins["kv_check"] == "flag"
+
+
 def test_refusals_are_collected() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        resolved(replace(GPU, capability=(7, 5)), kv_cache_dtype="fp8", load_format="pt")
+        resolved(replace(GPU, capability=(7, 5)), kv_cache_dtype="fp8_inc", load_format="pt")
     assert len(caught.value.refusals) == 3
     message = str(caught.value)
-    assert "\n" not in message and "7.5, 8.0 is the least" in message and "--load-format pt" in message and "fp8" in message
+    assert "\n" not in message and "7.5, 8.0 is the least" in message and "--load-format pt" in message and "fp8_inc" in message
 
 
 def test_registries_of_other_floors_widen_the_choice() -> None:
-    options = EngineOptions(kv_cache_dtype="fp8", attention_backend="auto")
-    found = resolve(options, FACTS, CPU, kv_formats=("bfloat16", "fp8"), attention_backends=("triton", "reference"))
-    assert (found.cache.kv_cache_dtype, found.attention_backend) == ("fp8", "triton")
+    options = EngineOptions(kv_cache_dtype="nvfp4", attention_backend="auto")
+    found = resolve(options, FACTS, CPU, kv_formats=("bfloat16", "nvfp4"), attention_backends=("triton", "reference"))
+    assert (found.cache.kv_cache_dtype, found.attention_backend) == ("nvfp4", "triton")
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("kv_cache_dtype", "fp9", "--kv-cache-dtype must be one of auto, bfloat16, float16, float32, got 'fp9'"),
+    (
+        "kv_cache_dtype",
+        "fp9",
+        "--kv-cache-dtype must be one of auto, bfloat16, float16, float32, or k:FORMAT,v:FORMAT, got 'fp9'",
+    ),
+    ("kv_cache_dtype", 8, "--kv-cache-dtype must be a text, got 8"),
+    ("kv_cache_first_tokens", 8, "--kv-cache-first-tokens must be a multiple of 16, got 8"),
+    ("kv_cache_first_tokens", 272, "--kv-cache-first-tokens must be an integer in [0, 256], got 272"),
+    ("kv_check", "maybe", "--kv-check must be one of refuse, warn, off, got 'maybe'"),
     ("load_format", "zip", "--load-format must be one of auto, safetensors, gguf, dummy, got 'zip'"),
     ("dtype", "int4", "--dtype must be one of auto, bfloat16, float16, float32, got 'int4'"),
     ("dtype", 16, "--dtype must be a text, got 16"),

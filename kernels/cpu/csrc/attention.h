@@ -34,7 +34,7 @@ struct Scratch {
     auto take = [&](int64_t count) __attribute__((always_inline)) { float* had = at; at += (count + 15) / 16 * 16; return had; };
     int64_t wide_v = round_up(dim_v, kPanel);
     q = take((int64_t)kMaxRows * dim);
-    tile = {take((int64_t)kKeys * dim), take(kKeys * wide_v), (int)wide_v};
+    tile = {take((int64_t)kKeys * dim), take(kKeys * wide_v), take(kKeys * dim / 16), (int)wide_v};
     scores = take(kMaxRows * kKeys);
     part = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v, take(kMaxRows * kLanes)};
     all = {take(kMaxRows), take(kMaxRows), take(kMaxRows * wide_v), wide_v, nullptr};
@@ -75,7 +75,7 @@ HB_INLINE void chain(
   }
 }
 
-// Scores of ROWS queries for N vectors of keys from `key`.
+// Scores of ROWS queries for N vectors of keys from `key`; with factors, unit after unit.
 template <class Product, int ROWS, int N>
 static __attribute__((noinline)) void score(const Panels& p, int key, int num_words, const float* q, int64_t ldq, float* scores) {
   const float *words[N], *next[N];
@@ -85,11 +85,29 @@ static __attribute__((noinline)) void score(const Panels& p, int key, int num_wo
     const int group = (key + n * kLanes) / kGroupKeys, at = (key + n * kLanes) % kGroupKeys;
     words[n] = p.k[group] + at, next[n] = p.k_next[group] + at;
   }
-  chain<Product, ROWS, N>(acc, words, next, p.k_stride, num_words, q, ldq);
+  if (p.k_factors[0] == nullptr) {
+    chain<Product, ROWS, N>(acc, words, next, p.k_stride, num_words, q, ldq);
 #pragma GCC unroll 12
-  for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) store(scores + r * kKeys + key + n * kLanes, acc[r][n]);
+      for (int n = 0; n < N; n++) store(scores + r * kKeys + key + n * kLanes, acc[r][n]);
+    return;
+  }
+  for (int unit = 0; unit * p.unit_words < num_words; unit++) {
+    V part[ROWS][N] = {};
+    chain<Product, ROWS, N>(part, words, next, p.k_stride, p.unit_words, q + unit * p.unit_words, ldq);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) {
+      const int group = (key + n * kLanes) / kGroupKeys, at = (key + n * kLanes) % kGroupKeys;
+      const V factor = load(p.k_factors[group] + unit * kGroupKeys + at);
+      words[n] += p.unit_words * p.k_stride, next[n] += p.unit_words * p.k_stride;
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS; r++) {
+        float* to = scores + r * kKeys + key + n * kLanes;
+        store(to, unit ? fma(part[r][n], factor, load(to)) : part[r][n] * factor);
+      }
+    }
+  }
 }
 
 // out += weights * values, for ROWS rows and N vectors of the values' dims from `dim`, over `num_keys` keys.
@@ -254,14 +272,15 @@ static void attend_range(
 // The finished row, in place: the sum divided out, a sink counting as one more key without a value.
 HB_INLINE void finish(const Attention& a, int head, float most, float total, float* sums) {
   float* out = sums;
+  const float value_scale = scale_of(a.cache.v, head / (a.num_heads / a.num_kv_heads));
   if (a.sinks) {
     float sink = a.sinks[head], greatest = sink > most ? sink : most;
     float scale = exponential(splat(most - greatest))[0];
     total = total * scale + exponential(splat(sink - greatest))[0];
-    for (int d = 0; d < a.head_dim_v; d++) out[d] = sums[d] * scale / total;
+    for (int d = 0; d < a.head_dim_v; d++) out[d] = sums[d] * scale / total * value_scale;
     return;
   }
-  for (int d = 0; d < a.head_dim_v; d++) out[d] = sums[d] / total;
+  for (int d = 0; d < a.head_dim_v; d++) out[d] = sums[d] / total * value_scale;
 }
 
 HB_INLINE void put_head(const Op& op, const Slice& slice, int row, int head, const float* values) {
@@ -338,7 +357,7 @@ template <class Format> static void attend_as(const Op& op, const Slice& slice, 
     if (range.first == work.first_key) {
       for (int row = 0; row < num_rows; row++) {
         const float* from = row_of(slice, op.in, work.row + row / heads) + (range.head * heads + row % heads) * a.head_dim;
-        Format::put_query(from, a.scale, a.head_dim, s.q + (int64_t)row * a.head_dim);
+        Format::put_query(from, a.scale * scale_of(a.cache.k, range.head), a.head_dim, s.q + (int64_t)row * a.head_dim);
         s.all.most[row] = -INFINITY, s.all.total[row] = 0.0f;
       }
       memset(s.all.out, 0, (int64_t)num_rows * wide_v * 4);

@@ -13,6 +13,7 @@ namespace HB_ISA {
 
 static_assert(sizeof(kFormats) / sizeof(kFormats[0]) == kNumWeightKinds, "one format for each kind");
 static_assert(sizeof(kCaches) / sizeof(kCaches[0]) == kNumCacheFormats, "one reader for each cache format");
+static_assert(sizeof(kCodecs) / sizeof(kCodecs[0]) == kNumCodecs, "one codec of each");
 static_assert(kBlockRows % kRows == 0 && kMaxRows <= kBlockRows, "blocks of rows are cut into whole tiles");
 
 // Floating-point operations of `rounds` rounds of independent fused multiply-adds: what the machine can do at most.
@@ -33,7 +34,8 @@ static double multiply_adds(int64_t rounds) {
 
 static constexpr int64_t kScratchBytes =
     (int64_t)sizeof(float) * (kPieceInputs * kPanel + 4 * kBlockRows * kPanel + 2 * kMaxRows * kMaxHeadDim +
-                              4 * (kMaxHeadDim + kPanel) * kKeys + kMaxRows * kKeys + 2 * kMaxRows * (kMaxHeadDim + kPanel + kLanes) + 2048);
+                              5 * (kMaxHeadDim + kPanel) * kKeys + kMaxRows * kKeys + 2 * kMaxRows * (kMaxHeadDim + kPanel + kLanes) + 2048);
+static_assert(4 * kKeys >= kBlockRows, "a block of rows of a head fits into the scratch of attention");
 
 }  // namespace HB_ISA
 

@@ -33,9 +33,9 @@ template <int FORMAT> struct DenseKV {
     to.count = count;
     for (int i = first; i < count;) {
       int position = place.tile + i, offset = position % size, end = i + size - offset < count ? i + size - offset : count;
-      const uint8_t* k_at = slot_of(a.cache.k, table[position / size], head, offset);
-      const uint8_t* v_at = slot_of(a.cache.v, table[position / size], head, offset);
-      for (; i < end; i++, k_at += a.cache.k.row_stride, v_at += a.cache.v.row_stride) to.k[i] = k_at, to.v[i] = v_at;
+      const uint8_t* k_at = slot_of(a.cache.k.codes, table[position / size], head, offset);
+      const uint8_t* v_at = slot_of(a.cache.v.codes, table[position / size], head, offset);
+      for (; i < end; i++, k_at += a.cache.k.codes.row_stride, v_at += a.cache.v.codes.row_stride) to.k[i] = k_at, to.v[i] = v_at;
     }
     for (int i = 0; i < first; i++) to.k[i] = to.k[first], to.v[i] = to.v[first];
     for (int i = count; i < kKeys; i++) to.k[i] = to.k[count - 1], to.v[i] = to.v[count - 1];
@@ -90,10 +90,10 @@ template <int FORMAT> struct DenseKV {
     }
   }
   HB_INLINE void write_key(const Attention& a, int64_t block, int head, int offset, const float* key) {
-    write_vector(slot_of(a.cache.k, block, head, offset), a.head_dim, key);
+    write_vector(slot_of(a.cache.k.codes, block, head, offset), a.head_dim, key);
   }
   HB_INLINE void write_value(const Attention& a, int64_t block, int head, int offset, const float* value) {
-    write_vector(slot_of(a.cache.v, block, head, offset), a.head_dim_v, value);
+    write_vector(slot_of(a.cache.v.codes, block, head, offset), a.head_dim_v, value);
   }
 };
 

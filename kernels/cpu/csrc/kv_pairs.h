@@ -27,8 +27,8 @@ struct PairCache {
       const int inside = g < first ? first : g > last ? last : g, position = place.tile + inside * kGroupKeys;
       const int offset = position % a.cache.block_size;
       const int64_t block = table[position / a.cache.block_size];
-      to.k[g] = (const float*)slot_of(a.cache.k, block, head, 0) + offset;
-      to.v[g] = (const float*)slot_of(a.cache.v, block, head, offset / 2);
+      to.k[g] = (const float*)slot_of(a.cache.k.codes, block, head, 0) + offset;
+      to.v[g] = (const float*)slot_of(a.cache.v.codes, block, head, offset / 2);
     }
     return to;
   }
@@ -36,13 +36,13 @@ struct PairCache {
   HB_INLINE void write_key(const Attention& a, int64_t block, int head, int offset, const float* key) {
     alignas(64) uint16_t halves[kMaxHeadDim];
     put_bf16(key, a.head_dim, halves);
-    uint8_t* to = slot_of(a.cache.k, block, head, 0) + offset * 4;
-    for (int d = 0; d < a.head_dim; d += 2, to += a.cache.k.row_stride) memcpy(to, halves + d, 4);
+    uint8_t* to = slot_of(a.cache.k.codes, block, head, 0) + offset * 4;
+    for (int d = 0; d < a.head_dim; d += 2, to += a.cache.k.codes.row_stride) memcpy(to, halves + d, 4);
   }
   HB_INLINE void write_value(const Attention& a, int64_t block, int head, int offset, const float* value) {
     alignas(64) uint16_t halves[kMaxHeadDim];
     put_bf16(value, a.head_dim_v, halves);
-    uint16_t* to = (uint16_t*)slot_of(a.cache.v, block, head, offset / 2) + offset % 2;
+    uint16_t* to = (uint16_t*)slot_of(a.cache.v.codes, block, head, offset / 2) + offset % 2;
     for (int d = 0; d < a.head_dim_v; d++) to[2 * d] = halves[d];
   }
 };
@@ -53,7 +53,7 @@ struct PairKV : PairCache {
 
   HB_INLINE Panels panels(const Attention& a, const Tile& tile, const Tile& ahead, const TileBuffers& to) {
     Panels p = {};
-    p.k_stride = a.cache.k.row_stride / 4, p.v_stride = a.cache.v.row_stride / 4, p.odd = to.values, p.first = tile.first;
+    p.k_stride = a.cache.k.codes.row_stride / 4, p.v_stride = a.cache.v.codes.row_stride / 4, p.odd = to.values, p.first = tile.first;
     for (int g = 0; g < kGroups; g++) p.k[g] = tile.k[g], p.v[g] = tile.v[g], p.k_next[g] = ahead.k[g], p.v_next[g] = ahead.v[g];
     const int last = tile.count - 1;
     const float* words = tile.v[last / kGroupKeys] + last % kGroupKeys / 2 * p.v_stride;
@@ -74,7 +74,7 @@ struct WidePairKV : PairCache {
   using Product = F32;
 
   HB_INLINE Panels panels(const Attention& a, const Tile& tile, const Tile& ahead, const TileBuffers& to) {
-    const int64_t k_stride = a.cache.k.row_stride / 4, v_stride = a.cache.v.row_stride / 4;
+    const int64_t k_stride = a.cache.k.codes.row_stride / 4, v_stride = a.cache.v.codes.row_stride / 4;
     for (int g = tile.first; g * kGroupKeys < tile.count; g++) {
       float *keys = to.keys + (int64_t)g * a.head_dim * kGroupKeys, *values = to.values + (int64_t)g * kGroupKeys * to.wide_v;
       for (int w = 0; w < a.head_dim / 2; w++)

@@ -2,7 +2,7 @@
 //
 // A tile is kKeys keys and their values, in groups of kGroupKeys; borders of both are absolute positions. A group is laid out as
 // the right sides of two products: [words of a key][kGroupKeys], and [words of values][width of a value], where a word is a float32
-// or a pair of bfloat16 (of neighbouring dimensions in a key, of neighbouring keys in a value).
+// or a pair of bfloat16 (of neighbouring dimensions in a key, of neighbouring keys in a value). Keys may have factors apart.
 //
 // A format is a template argument and has:
 //   Product                             the format of the words, of weights.h
@@ -10,7 +10,7 @@
 //   panels(a, tile, ahead, buffers)     its words: where they lie in the cache, or decoded into `buffers`; meanwhile, or while the
 //                                       words are used, the memory is asked for the tile `ahead`
 //   put_query(query, scale, dim, to)    a query as words
-//   write_key, write_value              one vector of a token, into the cache
+//   write_key, write_value              one vector of a token, into the cache; coded formats have `write_coded` instead
 #pragma once
 #include "program.h"
 #include "rows.h"
@@ -32,13 +32,14 @@ struct Place {
 // for an odd number of keys where a word holds two. k_next, v_next: memory to ask for meanwhile, as much and at the same strides.
 struct Panels {
   const float *k[kGroups], *v[kGroups], *k_next[kGroups], *v_next[kGroups], *odd;
-  int64_t k_stride, v_stride;  // floats from word to word
-  int first;
+  const float* k_factors[kGroups];  // [units][kGroupKeys] of each key, for every unit_words words of it; null: none
+  int64_t k_stride, v_stride;       // floats from word to word
+  int first, unit_words;
 };
 
-// Room for the words of one tile: kKeys * dim and kKeys * wide_v floats.
+// Room for the words of one tile: kKeys * dim and kKeys * wide_v floats, and for kKeys * dim / 16 factors.
 struct TileBuffers {
-  float *keys, *values;
+  float *keys, *values, *factors;
   int wide_v;
 
   inline __attribute__((always_inline)) Panels panels(int words) const {
@@ -51,6 +52,9 @@ struct TileBuffers {
     return p;
   }
 };
+
+// The static scale of a kv head's keys or values.
+HB_INLINE float scale_of(const Side& side, int kv_head) { return side.scales ? side.scales[kv_head] : 1.0f; }
 
 HB_INLINE uint8_t* slot_of(const Plane& plane, int64_t block, int head, int row) {
   return plane.data + block * plane.block_stride + head * plane.head_stride + row * plane.row_stride;

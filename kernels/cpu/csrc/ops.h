@@ -4,6 +4,7 @@
 // whatever stands beside it.
 #pragma once
 #include "attention.h"
+#include "kv_coded.h"
 #include "kv_dense.h"
 #include "kv_pairs.h"
 
@@ -238,7 +239,7 @@ HB_INLINE void rotate(float* x, const float* cosine, const float* sine, int half
 }
 
 // q, k and v lie side by side in `in`, in place: norms of q's and k's heads (weight, weight2; null: none), rotation by buffer
-// `aux` (-1: none), then k and v into the cache. Item: a token.
+// `aux` (-1: none), then, unless the cache is coded, k and v into it. Item: a token.
 template <class Format> static void heads_as(const Op& op, const Slice& slice, int64_t row) {
   const Attention& a = *op.attention;
   float *x = row_of(slice, op.in, (int)row), *cosine = op.aux < 0 ? nullptr : row_of(slice, op.aux, (int)row);
@@ -249,7 +250,7 @@ template <class Format> static void heads_as(const Op& op, const Slice& slice, i
     if (weight) norm_row(at, weight, a.head_dim, op.eps, false, at);
     if (cosine) rotate(at, cosine, cosine + half, half);
   }
-  int64_t slot = slice.step->groups[a.group].slot_mapping[slice.first + row];
+  int64_t slot = a.cache.format == kCacheCoded ? -1 : slice.step->groups[a.group].slot_mapping[slice.first + row];
   if (slot < 0) return;
   const float *k = x + a.num_heads * a.head_dim, *v = k + a.num_kv_heads * a.head_dim;
   const int64_t block = slot / a.cache.block_size;
@@ -260,19 +261,54 @@ template <class Format> static void heads_as(const Op& op, const Slice& slice, i
   }
 }
 
+// Each head's vector in `in`, in place, by its own matrix. Item: a head, a block of rows.
+static void turn(const Op& op, const Slice& slice, int64_t item, uint8_t* scratch) {
+  const int row_items = (slice.num_rows + kBlockRows - 1) / kBlockRows, first = (int)(item % row_items) * kBlockRows;
+  const Matrix& w = op.matrices[item / row_items];
+  const int rows = slice.num_rows - first < kBlockRows ? slice.num_rows - first : kBlockRows, num_panels = panels_of(w), wide = num_panels * kPanel;
+  float *piece = (float*)scratch, *y = piece + kPieceInputs * kPanel, *x = row_of(slice, op.in, first) + w.first_column;
+  const int64_t ldx = stride_of(slice, op.in);
+  for (int panel = 0; panel < num_panels; panel++) multiply_of(w, kFloats)(w, panel, 1, rows, x, ldx, y + panel * kPanel, wide, piece);
+  for (int r = 0; r < rows; r++) put(y + r * wide, w.bias, w.num_outputs, false, x + r * ldx);
+}
+
+// The first `width` columns of `in`, for whoever wants to see them. Item: a token.
+static void tap_row(const Op& op, const Slice& slice, int64_t row) {
+  memcpy(op.tap + (slice.first + row) * op.width, row_of(slice, op.in, (int)row), op.width * 4);
+}
+
+// k and v, which lie behind q in `in`, into a coded cache. Item: all keys, or all values, of a kv head.
+static void store_coded(const Op& op, const Slice& slice, int64_t item) {
+  const Attention& a = *op.attention;
+  const Group& group = slice.step->groups[a.group];
+  const bool is_key = item % 2 == 0;
+  const int head = (int)(item / 2), dim = is_key ? a.head_dim : a.head_dim_v;
+  const int column = a.num_heads * a.head_dim + (is_key ? 0 : a.num_kv_heads * a.head_dim) + head * dim;
+  for (int row = 0; row < slice.num_rows; row++) {
+    const float* from = row_of(slice, op.in, row) + column;
+    const int64_t slot = group.slot_mapping[slice.first + row], first_slot = group.first_slots ? group.first_slots[slice.first + row] : -1;
+    if (slot >= 0) write_coded(a, is_key, slot / a.cache.block_size, head, (int)(slot % a.cache.block_size), from);
+    if (first_slot < 0) continue;
+    const Cache& first = a.first;
+    uint8_t* to = slot_of(is_key ? first.k.codes : first.v.codes, first_slot / first.block_size, head, (int)(first_slot % first.block_size));
+    kCodecs[first.k.codec].encode(from, dim, {1.0f, nullptr}, to, nullptr);
+  }
+}
+
 struct CacheKernels {
   void (*heads)(const Op&, const Slice&, int64_t);
   void (*attend)(const Op&, const Slice&, int64_t, uint8_t*);
 };
 #define HB_CACHE(F) {heads_as<F>, attend_as<F>}
 static const CacheKernels kCaches[] = {HB_CACHE(DenseKV<kCacheF32>), HB_CACHE(DenseKV<kCacheBF16>), HB_CACHE(DenseKV<kCacheF16>),
-                                       HB_CACHE(WidePairKV)};
-static const CacheKernels kPairCache = HB_CACHE(PairKV);
+                                       HB_CACHE(WidePairKV), {heads_as<DenseKV<kCacheF32>>, attend_as<CodedKV<F32>>}};
+static const CacheKernels kPairCache = HB_CACHE(PairKV), kCodedPairs = {heads_as<DenseKV<kCacheF32>>, attend_as<CodedKV<PairWords>>};
 
 // Those of the operation's cache; pairs are multiplied as such where the operation rounds its queries and weights to bfloat16.
 HB_INLINE const CacheKernels& cache_of(const Op& op) {
   const int format = op.attention->cache.format;
-  return format == kCacheBF16Pairs && op.in_type == kBF16Rows ? kPairCache : kCaches[format];
+  if (op.in_type != kBF16Rows) return kCaches[format];
+  return format == kCacheBF16Pairs ? kPairCache : format == kCacheCoded ? kCodedPairs : kCaches[format];
 }
 
 static int64_t num_items(const Op& op, const Slice& slice) {
@@ -285,6 +321,8 @@ static int64_t num_items(const Op& op, const Slice& slice) {
     case kCombine:
       for (int i = 0; i < slice.num_work[op.attention->group]; i++) count += slice.work[op.attention->group][i].partial >= 0;
       return count ? (int64_t)slice.num_work[op.attention->group] * op.attention->num_heads : 0;
+    case kTurn: return (int64_t)op.num_matrices * ((slice.num_rows + kBlockRows - 1) / kBlockRows);
+    case kStore: return 2 * op.attention->num_kv_heads;
     default: return slice.num_rows;
   }
 }
@@ -302,6 +340,9 @@ static void run_item(const Op& op, const Slice& slice, int64_t item, uint8_t* sc
     case kBest: return best(op, slice, item, scratch);
     case kBestOfPanels: return best_of_panels(op, slice, item);
     case kRound: return round_row(op, slice, item, scratch);
+    case kTurn: return turn(op, slice, item, scratch);
+    case kStore: return store_coded(op, slice, item);
+    case kTap: return tap_row(op, slice, item);
   }
 }
 

@@ -7,10 +7,16 @@
 #include <cstdint>
 
 enum WeightKind : int32_t { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kBF16Pairs, kNumWeightKinds };
-enum OpCode : int32_t { kEmbed, kRotary, kNorm, kLinear, kGated, kHeads, kAttend, kCombine, kBest, kBestOfPanels, kRound, kNumOpCodes };
+enum OpCode : int32_t {
+  kEmbed, kRotary, kNorm, kLinear, kGated, kHeads, kAttend, kCombine, kBest, kBestOfPanels, kRound, kTurn, kStore, kTap, kNumOpCodes
+};
 enum RowType : int32_t { kFloats, kBF16Rows, kInt8Rows, kInt16Rows };  // see rows.h
 enum Activation : int32_t { kSilu, kGeluTanh };
-enum CacheFormat : int32_t { kCacheF32, kCacheBF16, kCacheF16, kCacheBF16Pairs, kNumCacheFormats };
+enum CacheFormat : int32_t { kCacheF32, kCacheBF16, kCacheF16, kCacheBF16Pairs, kCacheCoded, kNumCacheFormats };
+enum Codec : int32_t {
+  kPlainF32, kPlainBF16, kPlainF16, kE4M3, kE5M2, kE4M3PerToken, kInt8PerToken, kInt4PerToken, kE2M1, kE2M1FourOverSix, kInt4, kInt5, kInt6,
+  kUltraquant, kTurboKey, kTurboValue, kNumCodecs
+};
 
 // Panels of weights, see weights.h. Its outputs go to columns first_column .. of the operation's output.
 struct Matrix {
@@ -27,13 +33,24 @@ struct Plane {
   int64_t block_stride, head_stride, row_stride;
 };
 
+// K or V of a layer. Plain numbers have `codes` alone. A coded side has its planes in the order of kvcache/formats/tiles.py, and static
+// scales [num_kv_heads], or null; table: the levels of a codebook, or null.
+struct Side {
+  Plane codes, high, extra;
+  const float *scales, *table;
+  int32_t codec, reserved;
+};
+
 struct Cache {
-  Plane k, v;
+  Side k, v;
   int32_t format, block_size;
 };
 
+// first: where the first_tokens of a sequence lie, plain numbers in blocks of their own size; entry_shift: by how much later tokens'
+// entries in the block table lie behind position / block_size.
 struct Attention {
-  Cache cache;
+  Cache cache, first;
+  int32_t first_tokens, entry_shift;
   const float* sinks;  // [num_heads] or null
   int32_t group, num_heads, num_kv_heads, head_dim, head_dim_v, window;  // window 0: none
   float scale, soft_cap;                                                 // soft_cap 0: none
@@ -48,6 +65,7 @@ struct Op {
   const float *weight, *weight2;
   const Matrix* matrices;
   const Attention* attention;
+  float* tap;  // [tokens of the step, width]
 };
 
 constexpr int32_t kOutput = -1, kInput = -2;
@@ -68,7 +86,7 @@ struct Rotary {
 // The batch as one KV group sees it, see AttentionMetadata.
 struct Group {
   const int32_t *query_start_loc, *seq_lens, *block_table;
-  const int64_t* slot_mapping;
+  const int64_t *slot_mapping, *first_slots;  // first_slots: of the first tokens, -1 for others; null: none are kept apart
   int64_t table_width;
 };
 

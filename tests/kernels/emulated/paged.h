@@ -36,7 +36,7 @@ struct PagedCache {
     const Plane k_plane = {k.data(), n * kBlock * k_bytes, kBlock * k_bytes, is_paired() ? kBlock * 4 : k_bytes};
     Plane v_plane = {v.data(), n * kBlock * v_bytes, v_bytes, n * v_bytes};
     if (is_paired()) v_plane.head_stride = kBlock * v_bytes, v_plane.row_stride = 2 * v_bytes;
-    return {k_plane, v_plane, format, kBlock};
+    return {{.codes = k_plane}, {.codes = v_plane}, format, kBlock};
   }
   double number(const Bytes& plane, int64_t at) const {
     if (format != kCacheF32) return (format == kCacheF16 ? from_f16 : from_bf16)(read16(&plane[at * 2]));
@@ -61,8 +61,8 @@ struct PagedCache {
 };
 
 Attention attention_of(const Heads& h, PagedCache& cache, const Floats& sinks) {
-  return {cache.planes(), sinks.empty() ? nullptr : sinks.data(), 0, h.num_heads, h.num_kv_heads, h.dim, h.dim_v, h.window,
-          1.0f / std::sqrt((float)h.dim), h.soft_cap};
+  return {.cache = cache.planes(), .sinks = sinks.empty() ? nullptr : sinks.data(), .num_heads = h.num_heads, .num_kv_heads = h.num_kv_heads,
+          .head_dim = h.dim, .head_dim_v = h.dim_v, .window = h.window, .scale = 1.0f / std::sqrt((float)h.dim), .soft_cap = h.soft_cap};
 }
 
 // Heads that are normed and rotated, or left alone, and what the cache then holds: their nearest numbers of its format.
@@ -153,7 +153,7 @@ class Sequence {
     }
     const Matrix matrix = embedding_.matrix();
     const Attention attention = attention_of(heads_, cache_, sinks_);
-    const Group group{starts.data(), contexts.data(), blocks.data(), nullptr, num_blocks_};
+    const Group group{.query_start_loc = starts.data(), .seq_lens = contexts.data(), .block_table = blocks.data(), .table_width = num_blocks_};
     const Step step{.token_ids = tokens.data(), .groups = &group, .num_tokens = (int)tokens.size(), .num_requests = (int)requests.size(), .num_groups = 1};
     const int width = heads_.num_heads * heads_.dim_v;
     const Floats found = run({{.code = kEmbed, .out = 0, .scale = 1.0f, .matrices = &matrix},

@@ -210,7 +210,7 @@ void test_rows() {
 void test_caches() {
   const char* names[] = {"float32", "bfloat16", "float16", "bfloat16 in pairs"};
   const Heads all[] = {{2, 2, 64, 64}, {6, 2, 22, 14, 100}, {8, 1, 64, 96, 0, 5.0f}, {8, 1, 32, 32, 600, 0.0f, true}};
-  for (int format = 0; format < kNumCacheFormats; format++) {
+  for (int format = 0; format < kCacheCoded; format++) {
     subject = prefix + names[format] + " heads";
     for (bool is_plain : {false, true}) test_heads(format, is_plain);
     for (Heads heads : all) {
