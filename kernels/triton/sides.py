@@ -1,0 +1,121 @@
+"""K or V of a layer's cache as the Triton kernels take it: one argument that holds addresses, strides and the codec.
+
+Planes and records differ in strides alone, so that one writer and one reader serve all formats, and pairs of formats. Knows the
+formats' orders of bytes; made from a `LayerCache` by whoever launches a kernel.
+
+Shape letters: G kv heads, B blocks, S block size, N numbers or bytes of a vector, E extra bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.errors import Refusal
+from halfbyte.kernels.triton.codecs import CODECS, codec_kernels
+from halfbyte.kvcache.formats import get_format
+from halfbyte.kvcache.formats.base import Codec
+from halfbyte.kvcache.formats.coded import CodedFormat, PlanesFormat, RecordsFormat
+from halfbyte.kvcache.formats.dense import DenseFormat
+from halfbyte.kvcache.formats.numbers import packed_bytes
+from halfbyte.kvcache.spec import KVCacheSpec
+from halfbyte.kvcache.tensors import LayerCache
+
+_WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class KVSide(NamedTuple):
+    """codes: [B, G, S, N], numbers of a dense codec, else bytes. extra: bytes [B, G, S, E]; the codes again where there are none.
+
+    From `dim` on all is constant, a kernel is compiled for it. width: the head dim's next power of two, as tiles have it.
+    """
+
+    codes: Tensor
+    codes_block_stride: int
+    codes_head_stride: int
+    codes_token_stride: int
+    extra: Tensor
+    extra_block_stride: int
+    extra_head_stride: int
+    extra_token_stride: int
+    scale: Tensor  # float32 [G]
+    dim: Any
+    width: Any
+    bits: Any
+    num_extra: Any
+    encode: Any
+    decode: Any
+    parameter: Any
+
+
+def refuse(spec: KVCacheSpec) -> Refusal | None:
+    """Why the Triton kernels cannot hold such a cache, beside what its format refuses; None when they can."""
+    kv_format = get_format(spec.format)
+    if not isinstance(kv_format, PlanesFormat | RecordsFormat | DenseFormat):
+        return Refusal(f"the Triton kernels hold no {spec.format} KV", "leave the arrangement to another attention back end")
+    k, v = (side.codec for side in kv_format.sides)
+    for codec in (k, v):
+        if codec.name not in CODECS:
+            return Refusal(f"the Triton kernels hold no {codec.name} KV", "use --attention-backend reference")
+    word_bytes = max(k.bits, v.bits) // 8
+    if word_bytes > 1 and any(plane.bytes % word_bytes for plane in kv_format.planes(spec)):
+        reason = (
+            f"{spec.format} KV: the planes of a block of {spec.block_size} tokens are no whole words, as the Triton kernels read"
+        )
+        return Refusal(reason, "use --block-size 16")
+    return None
+
+
+def view_sides(cache: LayerCache) -> tuple[KVSide, KVSide]:
+    """K and V of a cache that `refuse` lets pass."""
+    kv_format, spec = cache.format, cache.spec
+    assert isinstance(kv_format, CodedFormat | DenseFormat)
+    k, v = (side.codec for side in kv_format.sides)
+    k_codes, k_extra, v_codes, v_extra = _views(cache, k, v)
+    return (
+        _side(k, spec.head_dim, k_codes, k_extra, cache.scales.k_G),
+        _side(v, spec.head_dim_v, v_codes, v_extra, cache.scales.v_G),
+    )
+
+
+def _views(cache: LayerCache, k: Codec, v: Codec) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Codes and extra bytes of K and of V as [B, G, S, bytes or numbers]."""
+    planes, spec = cache.planes, cache.spec
+    if "kv" not in planes:
+        return planes["k"], planes.get("k_extra"), planes["v"], planes.get("v_extra")
+    sizes = [packed_bytes(k.bits, spec.head_dim), k.extra_bytes(spec.head_dim)]
+    sizes += [packed_bytes(v.bits, spec.head_dim_v), v.extra_bytes(spec.head_dim_v)]
+    records_BGSN = planes["kv"].transpose(1, 2)
+    k_codes, k_extra, v_codes, v_extra, _ = records_BGSN.split([*sizes, records_BGSN.shape[-1] - sum(sizes)], -1)
+    return k_codes, k_extra, v_codes, v_extra
+
+
+def _side(codec: Codec, dim: int, codes: Tensor, extra: Tensor | None, scale_G: Tensor) -> KVSide:
+    if codec.bits > 8:
+        codes = codes.view(_WIDE[codec.name])
+    num_extra = codec.extra_bytes(dim)
+    if extra is None or not num_extra:
+        extra = codes
+    kernels = codec_kernels(codec, dim)
+    return KVSide(
+        codes=codes,
+        codes_block_stride=codes.stride(0),
+        codes_head_stride=codes.stride(1),
+        codes_token_stride=codes.stride(2),
+        extra=extra,
+        extra_block_stride=extra.stride(0),
+        extra_head_stride=extra.stride(1),
+        extra_token_stride=extra.stride(2),
+        scale=scale_G,
+        dim=tl.constexpr(dim),
+        width=tl.constexpr(triton.next_power_of_2(dim)),
+        bits=tl.constexpr(codec.bits),
+        num_extra=tl.constexpr(num_extra),
+        encode=tl.constexpr(kernels.encode),
+        decode=tl.constexpr(kernels.decode),
+        parameter=tl.constexpr(kernels.parameter),
+    )
