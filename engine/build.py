@@ -25,7 +25,7 @@ from halfbyte.errors import CapacityError, UnsupportedError
 from halfbyte.kernels.attention import BACKENDS
 from halfbyte.kernels.attention.selection import AUTO, LayerFacts, Reader, model_rule, readings, refusals
 from halfbyte.kernels.cpu.library import KernelsMissing, load
-from halfbyte.kvcache.formats import FORMATS
+from halfbyte.kvcache.formats import FORMATS, get_format
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
 from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_files
@@ -117,14 +117,19 @@ def resolve_all(
         kv_format=None if rule is None else rule.kv_format,
         kv_origin=f"rule for {decoder.architecture}",
     )
-    scheme = checkpoint_scheme(files)
+    plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
+    scheme = checkpoint_scheme(files) if options.kv_cache_dtype == "auto" and plan is None else None
     if scheme is not None:
         facts = replace(facts, kv_format=scheme.kv_format, kv_origin="checkpoint")
-    plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
     settled = partial(resolve, options, facts, platform, kv_formats=tuple(FORMATS), streams=streams, kv_plan=plan)
     config = settled(attention_backends=backends)
-    if scheme is not None and (refusal := scheme.refuse(config.cache.kv_cache_dtype)):
-        raise UnsupportedError(refusal)
+    codecs = {
+        side.codec.name for name in config.cache.layer_dtypes for side in get_format(name).sides or () if side.codec.uses_scale
+    }
+    if codecs and (scheme := scheme or checkpoint_scheme(files)):
+        misread = [refusal for name in sorted(codecs) if (refusal := scheme.refuse(name))]
+        if misread:
+            raise UnsupportedError(*misread)
     if config.origins["kv_cache_dtype"] == facts.kv_origin and rule is not None and scheme is None:
         log.info("KV cache in %s: %s; %s; --kv-cache-dtype overrides it", rule.kv_format, rule.reason, rule.cost)
     chosen = _choose_backend(config, decoder, platform, options.attention_backend, backends)

@@ -392,6 +392,9 @@ def _check_types(options: EngineOptions) -> None:
     ):
         if not isinstance(getattr(options, name), str):
             raise UserError(f"{flag_of(name)} must be a text, got {getattr(options, name)!r}", param=name)
+    for name in ("kv_cache_plan", "kv_calibration"):
+        if not isinstance(getattr(options, name), str | None):
+            raise UserError(f"{flag_of(name)} must be the name of a file, got {getattr(options, name)!r}", param=name)
     for name in ("enable_prefix_caching", "enable_chunked_prefill"):
         if not isinstance(getattr(options, name), bool | None):
             raise UserError(f"{flag_of(name)} must be true or false, got {getattr(options, name)!r}", param=name)

@@ -48,6 +48,7 @@ class HeadMoments:
 
     def add(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Heads as attention sees them: after norms and rotation."""
+        q_THD, k_TGD, v_TGD = q_THD.cpu(), k_TGD.cpu(), v_TGD.cpu()
         k_GTD = k_TGD.transpose(0, 1).float()
         q_GMD = q_THD.unflatten(1, (self.spec.num_kv_heads, -1)).permute(1, 0, 2, 3).flatten(1, 2).float()
         self.num_tokens += k_TGD.shape[0]
@@ -92,8 +93,8 @@ class Calibration:
         """Names the numbers themselves: KV made with one calibration means nothing under another."""
         found = hashlib.sha256(self.fingerprint.encode())
         for layer in self.layers:
-            for tensor in (layer.k_mean_GD, layer.k_turn_GDD):
-                found.update(tensor.contiguous().numpy().tobytes())
+            for name in LayerStatistics.__slots__:
+                found.update(getattr(layer, name).contiguous().numpy().tobytes())
         return found.digest()
 
     def save(self, path: Path) -> None:
@@ -136,7 +137,8 @@ def load_calibration(path: Path, specs: Sequence[AttentionSpec]) -> Calibration:
                 raise ModelFileError(
                     f"{path}: layers.{index}.{name} must be finite float32 {list(shape)}, got {list(tensor.shape)}"
                 )
-    return Calibration(tuple(layers), metadata.get("fingerprint", ""), int(metadata.get("num_tokens", "0")))
+    num_tokens = metadata.get("num_tokens", "")
+    return Calibration(tuple(layers), metadata.get("fingerprint", ""), int(num_tokens) if num_tokens.isdecimal() else 0)
 
 
 def statistics_of(moments: HeadMoments) -> LayerStatistics:

@@ -23,7 +23,7 @@ from halfbyte.types import GrownRow, NewRow, SamplingParams, SchedulerOutput
 
 # Positions whose logits exist at a time: 128 MiB of float32 at 262,144 tokens of vocabulary.
 DEFAULT_STEP_TOKENS = 128
-# float64 log probabilities that exist at a time, of each of two runners
+# float32 log probabilities that exist at a time, of each of two runners
 _LOGPROBS_BYTES = 64 << 20
 
 
@@ -79,7 +79,7 @@ def steps(runner: ModelRunner, manager: KVCacheManager, token_ids: Sequence[int]
 
 def compare(base_NV: Tensor, other_NV: Tensor, next_token_N: Tensor) -> PositionScores:
     """Two runners' logits at the same positions. Sums are float64, so that equal logits have a divergence of exactly 0."""
-    num_rows = max(1, _LOGPROBS_BYTES // (8 * base_NV.shape[1]))
+    num_rows = max(1, _LOGPROBS_BYTES // (4 * base_NV.shape[1]))
     parts = [
         _compare_rows(base_NV[rows], other_NV[rows].to(base_NV.device), next_token_N[rows].to(base_NV.device))
         for rows in (slice(start, start + num_rows) for start in range(0, base_NV.shape[0], num_rows))
@@ -88,13 +88,13 @@ def compare(base_NV: Tensor, other_NV: Tensor, next_token_N: Tensor) -> Position
 
 
 def _compare_rows(base_NV: Tensor, other_NV: Tensor, next_token_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    base_logprob_NV = base_NV.double().log_softmax(-1)
-    other_logprob_NV = other_NV.double().log_softmax(-1)
+    base_logprob_NV = base_NV.float().log_softmax(-1)
+    other_logprob_NV = other_NV.float().log_softmax(-1)
     next_N1 = next_token_N[:, None]
     return (
-        (base_logprob_NV.exp() * (base_logprob_NV - other_logprob_NV)).sum(-1),
-        -base_logprob_NV.gather(1, next_N1)[:, 0],
-        -other_logprob_NV.gather(1, next_N1)[:, 0],
+        (base_logprob_NV.exp() * (base_logprob_NV - other_logprob_NV)).sum(-1, dtype=torch.float64),
+        -base_logprob_NV.gather(1, next_N1)[:, 0].double(),
+        -other_logprob_NV.gather(1, next_N1)[:, 0].double(),
         base_NV.argmax(-1) == other_NV.argmax(-1),
     )
 

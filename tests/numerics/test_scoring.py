@@ -101,10 +101,10 @@ def test_compare_is_the_formula() -> None:
     base_NV, other_NV = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]]), torch.tensor([[0.5, 1.0, 1.0], [3.0, 0.0, 0.0]])
     scores = compare(base_NV, other_NV, torch.tensor([1, 2]))
     p_NV, q_NV = base_NV.double().softmax(-1), other_NV.double().softmax(-1)
-    assert scores.kl_N[0].item() == pytest.approx((p_NV[0] * (p_NV[0] / q_NV[0]).log()).sum().item(), rel=1e-12)
+    assert scores.kl_N[0].item() == pytest.approx((p_NV[0] * (p_NV[0] / q_NV[0]).log()).sum().item(), rel=1e-6)
     assert scores.kl_N[1].item() == 0.0
-    assert scores.base_nll_N.tolist() == pytest.approx([-p_NV[0, 1].log().item(), -p_NV[1, 2].log().item()], rel=1e-12)
-    assert scores.other_nll_N[0].item() == pytest.approx(-q_NV[0, 1].log().item(), rel=1e-12)
+    assert scores.base_nll_N.tolist() == pytest.approx([-p_NV[0, 1].log().item(), -p_NV[1, 2].log().item()], rel=1e-6)
+    assert scores.other_nll_N[0].item() == pytest.approx(-q_NV[0, 1].log().item(), rel=1e-6)
     assert scores.agrees_N.tolist() == [False, True]
 
 
