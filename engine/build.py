@@ -19,20 +19,22 @@ from halfbyte.config import EngineConfig, EngineOptions
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.front import find_model, load_front
 from halfbyte.engine.kv_calibration import check, needs_calibration, prepare_parts
+from halfbyte.engine.kv_layout import backend_refusals, choose_backend, kv_layout, model_facts, rule_origin
 from halfbyte.engine.kv_plan import read_plan
 from halfbyte.engine.scheduler import Scheduler
-from halfbyte.errors import CapacityError, UnsupportedError
+from halfbyte.errors import CapacityError
 from halfbyte.kernels.attention import BACKENDS
-from halfbyte.kernels.attention.selection import AUTO, LayerFacts, Reader, model_rule, readings, refusals
+from halfbyte.kernels.attention.selection import AUTO, model_rule
+from halfbyte.kernels.attention.vendors import VENDORS
 from halfbyte.kernels.cpu.library import KernelsMissing, load
-from halfbyte.kvcache.formats import FORMATS, get_format
+from halfbyte.kvcache.formats import FORMATS
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
+from halfbyte.kvcache.spec import KVLayout
 from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_files
-from halfbyte.model_runner.kv_scheme import KVScheme, kv_scheme
-from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json
+from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform, available_memory_bytes, detect_platform
-from halfbyte.resolve import AUTO_FIT, ModelFacts, config_lines, resolve
+from halfbyte.resolve import AUTO_FIT, config_lines, resolve
 from halfbyte.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 # burns the core that a sibling waits for as soon as anything else runs: decoding then becomes several times slower. On a quiet
 # machine `halfbyte bench` is no slower with this.
 _OPENMP_SPIN_COUNT = "2000"
+
+_BYTES_FIXED = "KV size: bytes are fixed, by {}; tokens follow from the format"
+_TOKENS_FIXED = "KV size: tokens are fixed, by {}; bytes follow from the format"
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +71,7 @@ def build_engine(
     backends = _attention_backends(platform)
     phases.end("load CPU kernels")
     config = resolve_all(options, files, decoder, platform, backends, streams=streams)
+    _size(config, decoder, platform, kv_layout(config, decoder))  # what does not fit into all free memory fits no better later
     from halfbyte.model_runner.runner import load_runner
 
     phases.end("resolve configuration, import torch")
@@ -77,7 +83,8 @@ def build_engine(
     if needs_calibration(config.cache.layer_dtypes) and config.cache.kv_check != "off":
         runner.report.append(check(config, runner, load_front(options).tokenizer))
     phases.end("prepare KV formats")
-    capacity = _size(config, decoder, platform, runner)
+    capacity, sized_by = _size(config, decoder, platform, runner.layout)
+    runner.report.append(sized_by)
     config = replace(config, model=replace(config.model, max_model_len=capacity.max_model_len))
     runner.allocate_cache(capacity.num_blocks, capacity.max_model_len)
     phases.end("allocate KV cache")
@@ -107,56 +114,20 @@ def resolve_all(
 
     backends: those of this machine, the best first. UserError and UnsupportedError as `resolve`, and for what no back end reads.
     """
-    rule = model_rule(decoder.architecture, platform)
-    facts = ModelFacts(
-        architecture=decoder.architecture,
-        dtype=decoder.checkpoint_dtype,
-        max_position=decoder.max_position,
-        vocab_size=decoder.vocab_size,
-        layer_windows=tuple(decoder.layer_windows),
-        kv_format=None if rule is None else rule.kv_format,
-        kv_origin=f"rule for {decoder.architecture}",
-    )
+    facts = model_facts(options, files, decoder, platform)
     plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
-    scheme = checkpoint_scheme(files) if options.kv_cache_dtype == "auto" and plan is None else None
-    if scheme is not None:
-        facts = replace(facts, kv_format=scheme.kv_format, kv_origin="checkpoint")
+    asked = options.attention_backend
+    if asked in {*BACKENDS, *VENDORS} - set(backends):
+        options = replace(options, attention_backend=AUTO)  # refused below, with what is known of it
     settled = partial(resolve, options, facts, platform, kv_formats=tuple(FORMATS), streams=streams, kv_plan=plan)
     config = settled(attention_backends=backends)
-    codecs = {
-        side.codec.name for name in config.cache.layer_dtypes for side in get_format(name).sides or () if side.codec.uses_scale
-    }
-    if codecs and (scheme := scheme or checkpoint_scheme(files)):
-        misread = [refusal for name in sorted(codecs) if (refusal := scheme.refuse(name))]
-        if misread:
-            raise UnsupportedError(*misread)
-    if config.origins["kv_cache_dtype"] == facts.kv_origin and rule is not None and scheme is None:
+    if config.origins["kv_cache_dtype"] == rule_origin(decoder) and (rule := model_rule(decoder.architecture, platform)):
         log.info("KV cache in %s: %s; %s; --kv-cache-dtype overrides it", rule.kv_format, rule.reason, rule.cost)
-    chosen = _choose_backend(config, decoder, platform, options.attention_backend, backends)
+    chosen = choose_backend(config, files, decoder, platform, asked, backends).backend
+    if asked == AUTO and chosen != backends[0]:
+        reasons = "; ".join(map(str, backend_refusals(config, decoder, platform, backends[0])))
+        log.warning("attention by %s, which is several times slower than %s: %s", chosen, backends[0], reasons)
     return settled(attention_backends=(chosen, *(name for name in backends if name != chosen)))
-
-
-def checkpoint_scheme(files: ModelFiles) -> KVScheme | None:
-    """What a Hugging Face folder says of its KV cache."""
-    if files.kind != "hf":
-        return None
-    return kv_scheme(read_json(files.path / "config.json"), read_optional_json(files.path / "hf_quant_config.json"))
-
-
-def _choose_backend(config: EngineConfig, decoder: DecoderConfig, platform: Platform, asked: str, backends: Sequence[str]) -> str:
-    """The best back end that reads each layer in its format."""
-    from halfbyte.model_runner.layers.attention import attention_spec
-
-    layers: dict[str, list[LayerFacts]] = {}
-    for index, name in enumerate(config.cache.layer_dtypes):
-        layers.setdefault(name, []).append(LayerFacts(attention_spec(decoder, index), config.cache.block_size))
-    found = [readings(platform, name, list(dict.fromkeys(each)), backends) for name, each in layers.items()]
-    names = [name for name in found[0] if asked in (AUTO, name)]
-    able = {name: [reader for one in found if isinstance(reader := one[name], Reader)] for name in names}
-    able = {name: readers for name, readers in able.items() if len(readers) == len(found)}
-    if not able:
-        raise UnsupportedError(*dict.fromkeys(r for one in found for r in refusals({n: one[n] for n in names})))
-    return min(able, key=lambda name: not all(reader.is_fast for reader in able[name]))
 
 
 def _attention_backends(platform: Platform) -> tuple[str, ...]:
@@ -186,14 +157,14 @@ class _Phases:
         self._since_s = now_s
 
 
-def _size(config: EngineConfig, decoder: DecoderConfig, platform: Platform, runner: ModelRunner) -> KVCapacity:
-    """The cache's exact size: what the user fixed, else a share of the memory that is free now that the weights are loaded.
+def _size(config: EngineConfig, decoder: DecoderConfig, platform: Platform, layout: KVLayout) -> tuple[KVCapacity, str]:
+    """The cache's exact size, and what it follows from: bytes or tokens are fixed, and the format decides over the other.
 
-    Never more than `max_num_seqs` requests of full length could use.
+    Fixed is what the user says, else a share of the memory that is free now, but for as many tokens as could ever be used.
     """
-    batched_tokens = config.scheduler.max_num_batched_tokens
+    cache, batched_tokens = config.cache, config.scheduler.max_num_batched_tokens
     free_bytes = available_memory_bytes(platform)
-    wanted_bytes = config.cache.kv_cache_memory_bytes
+    wanted_bytes, sized_by = cache.kv_cache_memory_bytes, _BYTES_FIXED.format("--kv-cache-memory-bytes")
     if wanted_bytes is not None and wanted_bytes > free_bytes:
         raise CapacityError(
             f"--kv-cache-memory-bytes {wanted_bytes} is more than the {free_bytes} bytes that are free on {platform.name} "
@@ -201,17 +172,20 @@ def _size(config: EngineConfig, decoder: DecoderConfig, platform: Platform, runn
         )
     if wanted_bytes is None:
         length = decoder.max_position if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
-        most_blocks = config.scheduler.max_num_seqs * blocks_for_request(runner.layout, length, batched_tokens) + 1
-        most_blocks = max(most_blocks, config.cache.num_blocks_override or 0)
-        wanted_bytes = min(int(free_bytes * config.cache.memory_utilization), most_blocks * runner.layout.block_bytes)
-    return size_cache(
-        runner.layout,
-        wanted_bytes,
-        config.model.max_model_len,
-        decoder.max_position,
-        batched_tokens,
-        config.cache.num_blocks_override,
+        max_num_seqs = config.scheduler.max_num_seqs
+        most_blocks = max_num_seqs * blocks_for_request(layout, length, batched_tokens) + 1
+        most_bytes = max(most_blocks, cache.num_blocks_override or 0) * layout.block_bytes
+        wanted_bytes = int(free_bytes * cache.memory_utilization)
+        sized_by = _BYTES_FIXED.format(f"--gpu-memory-utilization {cache.memory_utilization:g} of {free_bytes:,} free bytes")
+        if most_bytes <= wanted_bytes:
+            wanted_bytes = most_bytes
+            sized_by = _TOKENS_FIXED.format(f"--max-num-seqs: {max_num_seqs:,} requests of {length:,} tokens")
+    if cache.num_blocks_override is not None:
+        sized_by = _TOKENS_FIXED.format("--num-gpu-blocks-override")
+    capacity = size_cache(
+        layout, wanted_bytes, config.model.max_model_len, decoder.max_position, batched_tokens, cache.num_blocks_override
     )
+    return capacity, sized_by
 
 
 def _info(

@@ -19,7 +19,7 @@ def read_plan(path: Path) -> list[str]:
     """The formats by layer. UserError says what is wrong with the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read --kv-cache-plan {path}: {error}", param="kv_cache_plan") from None
     layers = found.get("layers") if isinstance(found, dict) else None
     is_plan = isinstance(layers, list) and bool(layers) and all(isinstance(name, str) for name in layers)

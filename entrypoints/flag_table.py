@@ -49,6 +49,14 @@ def attention_backends() -> tuple[str, ...]:
     return ("auto", *BACKENDS)
 
 
+def _check_attention_backend(name: str) -> None:
+    """Vendors' back ends that are not here are refused at the start, which knows their limits."""
+    from halfbyte.kernels.attention.vendors import VENDORS
+
+    if name not in VENDORS and name not in attention_backends():
+        raise UserError(f"--attention-backend: {name!r} is not one of {', '.join(attention_backends())}")
+
+
 def _check_kv_cache_dtype(name: str) -> None:
     _raise(kv_cache_dtype_refusal(KV_ALIASES.get(name, name), kv_cache_dtypes()[1:]))
 
@@ -155,7 +163,7 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _model("device", "where the model runs", choices=lambda: DEVICES),
     _model("max-model-len", "longest prompt plus answer in tokens; auto fits the memory (default: the model's)", kind="length"),
     _model("seed", "seed for the requests that bring none (default: a new one each start)", kind="integer"),
-    _model("attention-backend", "which attention kernels run", choices=attention_backends),
+    _model("attention-backend", "which attention kernels run", choices=attention_backends, check=_check_attention_backend),
     _model("num-threads", "CPU threads (default: what affinity and cgroup quota grant)", kind="integer"),
     _cache("block-size", "tokens per KV block (default: 16)", kind="integer"),
     _cache("kv-cache-dtype", "format of cached keys and values", choices=kv_cache_dtypes, check=_check_kv_cache_dtype),

@@ -27,6 +27,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 # Names that vLLM knows and this build does not: they are refused as such, not as typing mistakes.
 UNSUPPORTED_KV_CACHE_DTYPES = frozenset({"fp8_inc", "turboquant_k3v4_nc", "turboquant_3bit_nc"})
 KV_ALIASES: Mapping[str, str] = {"fp8": "fp8_e4m3", **DTYPE_ALIASES}
+MLA_RECORD = "_ds_mla"  # how formats end that keep one latent for K and V, so that neither side can be had alone
 SLIDING_WINDOW = "sliding_window"
 KV_CHECKS = ("refuse", "warn", "off")
 FIRST_TOKENS_UNIT = 16
@@ -121,11 +122,12 @@ def kv_cache_dtype_refusal(name: str, kv_formats: Sequence[str]) -> Refusal | No
     if name in possible or KV_ALIASES.get(name) in possible:
         return None
     if sorted(side[:2] for side in sides) == ["k:", "v:"]:
-        unknown = [side[2:] for side in sides if KV_ALIASES.get(side[2:], side[2:]) not in kv_formats]
+        each = [known for known in kv_formats if not known.endswith(MLA_RECORD)]
+        unknown = [side[2:] for side in sides if KV_ALIASES.get(side[2:], side[2:]) not in each]
         if not unknown:
             return None
         raise UserError(
-            f"--kv-cache-dtype {name}: K and V can each be one of {', '.join(kv_formats)}, got {unknown[0]!r}",
+            f"--kv-cache-dtype {name}: K and V can each be one of {', '.join(each)}, got {unknown[0]!r}",
             param="kv_cache_dtype",
         )
     if name in UNSUPPORTED_KV_CACHE_DTYPES:
@@ -266,10 +268,16 @@ def _resolve_cache(
 
 def _pick_kv_format(options: EngineOptions, dtype: DType, facts: ModelFacts, pick: _Picker) -> str:
     """What the user says, else what the checkpoint's scales or the model's rule ask for, else the model's dtype."""
-    asked = ",".join(side[:2] + KV_ALIASES.get(side[2:], side[2:]) for side in options.kv_cache_dtype.split(","))
-    asked = KV_ALIASES.get(options.kv_cache_dtype, asked if "," in options.kv_cache_dtype else options.kv_cache_dtype)
+    asked = _format_name(options.kv_cache_dtype)
     otherwise = (dtype, pick.origins["dtype"]) if facts.kv_format is None else (facts.kv_format, facts.kv_origin)
     return str(pick("kv_cache_dtype", None if asked == "auto" else asked, *otherwise))
+
+
+def _format_name(name: str) -> str:
+    """Without aliases, also in pairs: k:fp8,v:nvfp4 is k:fp8_e4m3,v:nvfp4."""
+    if "," not in name:
+        return KV_ALIASES.get(name, name)
+    return ",".join(side[:2] + KV_ALIASES.get(side[2:], side[2:]) for side in name.split(","))
 
 
 def _layer_dtypes(
@@ -292,10 +300,12 @@ def _layer_dtypes(
         )
     if len(kv_plan) != num_layers:
         raise UserError(f"{flag} is for {len(kv_plan)} layers, this model has {num_layers}", param="kv_cache_plan")
+    if "auto" in kv_plan:
+        raise UserError(f"{flag} must name the format of every layer, got 'auto'", param="kv_cache_plan")
     refusals = [refusal for name in dict.fromkeys(kv_plan) if (refusal := kv_cache_dtype_refusal(name, kv_formats))]
     if refusals:
         raise UnsupportedError(*refusals)
-    return tuple(kv_plan)
+    return tuple(map(_format_name, kv_plan))
 
 
 def _skipped_layers(options: EngineOptions, facts: ModelFacts) -> frozenset[int]:

@@ -28,7 +28,7 @@ from halfbyte.resolve import DTYPE_ALIASES
 # The engine's flags that a plan depends on.
 _ENGINE_FIELDS = frozenset(
     {"model", "revision", "hf_token", "download_dir", "hf_overrides", "dtype", "max_model_len", "block_size"}
-    | {"max_num_batched_tokens", "attention_backend"}
+    | {"max_num_batched_tokens", "attention_backend", "kv_cache_dtype_skip_layers", "kv_cache_first_tokens"}
 )
 
 
@@ -88,11 +88,11 @@ def run(argv: Sequence[str]) -> int:
     platform = platform_named(given["platform"]) if "platform" in given else detect_platform()
     files = find_model(options.model, options)
     decoder = config_from_files(files, options.hf_overrides or {})
-    config = resolved(options, decoder, platform)
+    config = resolved(options, files, decoder, platform)
     weights = step_weights(files, decoder)
     memory_bytes = parse_bytes(given["memory"]) if "memory" in given else None
     roofline = _roofline(given, config, decoder, platform, weights)
-    question = Question(decoder, platform, config, options.attention_backend, memory_bytes, roofline)
+    question = Question(options, files, decoder, platform, config, memory_bytes, roofline)
     rows = [plan_format(name, question) for name in _names(given, question)]
     report = Report(options.model, question, weights, rows)
     print(json.dumps(as_object(report), indent=2) if given.get("json") else "\n".join(as_lines(report)))

@@ -1,8 +1,8 @@
 """The arithmetic of `halfbyte kv-plan`: of each KV format its bytes and what a memory makes of them, or why it is refused.
 
 No byte formula stands here: bytes are those of the format's planes, blocks and tokens those that the engine would allocate and
-report (`make_layout`, `size_cache`), readers those that it would take (`select`). Imports torch when it is called, with the
-formats and back ends. Must not know files or how a plan is shown.
+report (`engine.kv_layout`, `size_cache`), readers those that it would take. Imports torch when it is called, with the formats
+and back ends. Must not know how a plan is shown.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from halfbyte.config import EngineConfig, EngineOptions
+from halfbyte.engine.kv_layout import choose_backend, kv_layout, model_facts, rule_origin
 from halfbyte.errors import CapacityError, Refusal, UnsupportedError
 from halfbyte.kernels.attention import BACKENDS
-from halfbyte.kernels.attention.selection import Reader, arranged_spec, model_rule, select
-from halfbyte.kernels.attention.vendors import LayerFacts
+from halfbyte.kernels.attention.selection import Reader, model_rule
 from halfbyte.kvcache.formats import FORMATS, get_format, page_bytes
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
-from halfbyte.kvcache.spec import KVCacheSpec, KVLayout, make_layout
+from halfbyte.kvcache.spec import KVCacheSpec, KVLayout
 from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform
-from halfbyte.resolve import AUTO_FIT, ModelFacts, kv_cache_dtype_refusal, resolve
+from halfbyte.resolve import AUTO_FIT, kv_cache_dtype_refusal, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,13 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned for. config: what the engine would make of the flags. memory_bytes: of the KV cache alone."""
+    """What is planned for. config: what the engine would make of `options`. memory_bytes: of the KV cache alone."""
 
+    options: EngineOptions
+    files: ModelFiles
     decoder: DecoderConfig
     platform: Platform
     config: EngineConfig
-    attention_backend: str
     memory_bytes: int | None = None
     roofline: Roofline | None = None
 
@@ -88,15 +90,9 @@ class RefusedFormat:
     refusals: tuple[Refusal, ...]
 
 
-def resolved(options: EngineOptions, decoder: DecoderConfig, platform: Platform) -> EngineConfig:
-    """What the engine would make of these flags on that platform. UserError as at a start."""
-    facts = ModelFacts(
-        architecture=decoder.architecture,
-        dtype=decoder.checkpoint_dtype,
-        max_position=decoder.max_position,
-        vocab_size=decoder.vocab_size,
-        layer_windows=tuple(decoder.layer_windows),
-    )
+def resolved(options: EngineOptions, files: ModelFiles, decoder: DecoderConfig, platform: Platform) -> EngineConfig:
+    """What the engine would make of these options on that platform. UserError as at a start."""
+    facts = model_facts(options, files, decoder, platform)
     return resolve(options, facts, platform, kv_formats=tuple(FORMATS), attention_backends=tuple(BACKENDS))
 
 
@@ -107,10 +103,11 @@ def longest_context(config: EngineConfig, decoder: DecoderConfig) -> int:
 
 def auto_format(question: Question) -> tuple[str, str]:
     """What `--kv-cache-dtype auto` takes, and why."""
+    name, origin = question.config.cache.kv_cache_dtype, question.config.origins["kv_cache_dtype"]
     rule = model_rule(question.decoder.architecture, question.platform)
-    if rule is not None:
-        return rule.kv_format, f"{rule.reason}; {rule.cost}"
-    return question.config.cache.kv_cache_dtype, f"from the {question.config.origins['kv_cache_dtype']}"
+    if rule is not None and origin == rule_origin(question.decoder):
+        return name, f"{rule.reason}; {rule.cost}"
+    return name, f"from the {origin}"
 
 
 def plan_format(name: str, question: Question) -> FormatPlan | RefusedFormat:
@@ -120,14 +117,14 @@ def plan_format(name: str, question: Question) -> FormatPlan | RefusedFormat:
     except KeyError:
         refusal = kv_cache_dtype_refusal(name, tuple(FORMATS))
         return RefusedFormat(name, (refusal,) if refusal is not None else ())
-    layers = _layers(question)
+    options, files, decoder, platform = question.options, question.files, question.decoder, question.platform
+    config = resolved(replace(options, kv_cache_dtype=name), files, decoder, platform)
     try:
-        reader = select(question.platform, name, list(dict.fromkeys(layers)), question.attention_backend)
-        specs = [_with_first_tokens(arranged_spec(reader.backend, name, layer), name, question) for layer in layers]
-        layout = make_layout(specs, page_bytes)
+        reader = choose_backend(config, files, decoder, platform, options.attention_backend, tuple(BACKENDS))
+        layout = kv_layout(replace(config, attention_backend=reader.backend), decoder)
     except UnsupportedError as error:
         return RefusedFormat(name, error.refusals)
-    kinds = _kinds(specs)
+    kinds = _kinds(layout.specs)
     capacity, too_small = _capacity(layout, question)
     fits = capacity is None or question.roofline is None or _batch_fits(capacity, question, question.roofline)
     return FormatPlan(
@@ -141,19 +138,6 @@ def plan_format(name: str, question: Question) -> FormatPlan | RefusedFormat:
         max_tokens_per_s=_max_tokens_per_s(kinds, question.roofline) if fits and too_small is None else None,
         batch_too_large=not fits,
     )
-
-
-def _layers(question: Question) -> list[LayerFacts]:
-    """Each layer of the model, as it would be asked of a back end."""
-    from halfbyte.model_runner.layers.attention import attention_spec
-
-    decoder, block_size = question.decoder, question.config.cache.block_size
-    return [LayerFacts(attention_spec(decoder, layer), block_size) for layer in range(decoder.num_layers)]
-
-
-def _with_first_tokens(spec: KVCacheSpec, name: str, question: Question) -> KVCacheSpec:
-    """The spec with the beginning of each sequence in the model's dtype, where the format wants that."""
-    return replace(spec, first_tokens=get_format(name).first_tokens, first_format=question.config.model.dtype)
 
 
 def _kinds(specs: Sequence[KVCacheSpec]) -> tuple[LayerKind, ...]:

@@ -17,11 +17,11 @@ from halfbyte.kernels.attention.vendors import VENDORS, LayerFacts, vendor_refus
 from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.platform import Platform
+from halfbyte.resolve import MLA_RECORD
 
 AUTO = "auto"
 
-# Records made for the latent of MLA, by the ending of their names; and the formats that hold a latent as one plain vector.
-_MLA_RECORD = "_ds_mla"
+# The formats that hold the latent of MLA as one plain vector, beside the records made for it.
 _MLA_PLAIN = frozenset({"bfloat16", "float16", "float32", "fp8_e4m3"})
 
 Outcome = Literal["reads natively", "reads through our kernels"]
@@ -85,16 +85,31 @@ def select(
     Best: a reader made for the format before one that decodes first, then the order of `BACKENDS`. UnsupportedError with the
     reason of each back end, or of the one that was asked for; UserError for a name that is none.
     """
-    found = readings(platform, kv_format, layers, backends)
-    if asked != AUTO:
-        if asked not in found:
-            raise UserError(
-                f"--attention-backend must be one of {', '.join((AUTO, *BACKENDS))}, got {asked!r}", param="attention_backend"
-            )
-        found = {asked: found[asked]}
-    reader = best(found)
+    return select_for_all(platform, {kv_format: layers}, asked, backends)
+
+
+def select_for_all(
+    platform: Platform,
+    layers: Mapping[str, Sequence[LayerFacts]],
+    asked: str = AUTO,
+    backends: Sequence[str] | None = None,
+) -> Reader:
+    """`select` for a model whose layers, here by their KV format, differ in it: one back end runs them all."""
+    by_format = [readings(platform, name, list(dict.fromkeys(each)), backends) for name, each in layers.items()]
+    names = [name for name in by_format[0] if asked in (AUTO, name)]
+    if not names:
+        possible = ", ".join((AUTO, *BACKENDS))
+        raise UserError(f"--attention-backend must be one of {possible}, got {asked!r}", param="attention_backend")
+    able: dict[str, Reader] = {}
+    refused: list[Refusal] = []
+    for name in names:
+        readers = [answer for found in by_format if isinstance(answer := found[name], Reader)]
+        refused += [answer for found in by_format if isinstance(answer := found[name], Refusal)]
+        if len(readers) == len(by_format):
+            able[name] = min(readers, key=lambda reader: reader.is_fast)  # as slow as its slowest
+    reader = best(able)
     if reader is None:
-        raise UnsupportedError(*refusals(found))
+        raise UnsupportedError(*dict.fromkeys(refused))
     return reader
 
 
@@ -119,6 +134,8 @@ def kv_spec(kv_format: str, layer: LayerFacts) -> KVCacheSpec:
         block_size=layer.block_size,
         sliding_window=attention.sliding_window,
         format=kv_format,
+        first_tokens=layer.first_tokens,
+        first_format=layer.first_format,
     )
 
 
@@ -139,7 +156,7 @@ def _own_refusal(backend: str, platform: Platform, kv_format: str, layer: LayerF
 
 def _kind_refusal(kv_format: str, layer: LayerFacts) -> Refusal | None:
     """Formats and MLA: a latent needs a record of its own, or a format that keeps one plain vector."""
-    is_record = kv_format.endswith(_MLA_RECORD)
+    is_record = kv_format.endswith(MLA_RECORD)
     if is_record and not layer.is_mla:
         return Refusal(
             f"kv_cache_dtype {kv_format} not supported without MLA: it is a record of one latent", _plain_fix(kv_format)
@@ -152,7 +169,7 @@ def _kind_refusal(kv_format: str, layer: LayerFacts) -> Refusal | None:
 
 
 def _plain_fix(kv_format: str) -> str:
-    return f"use --kv-cache-dtype {kv_format.removesuffix(_MLA_RECORD)}"
+    return f"use --kv-cache-dtype {kv_format.removesuffix(MLA_RECORD)}"
 
 
 def _record_fix(kv_format: str) -> str:

@@ -37,13 +37,15 @@ class LayerFacts:
     """What a layer asks of attention: its numbers, the tokens per KV block, and which kind of attention it is.
 
     is_mla: the cache holds one latent per token, of which V is a part (then attention has one kv head). is_causal: a query
-    sees no later key.
+    sees no later key. first_tokens: so many at the beginning of each sequence are kept in `first_format` instead.
     """
 
     attention: AttentionSpec
     block_size: int
     is_mla: bool = False
     is_causal: bool = True
+    first_tokens: int = 0
+    first_format: str = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,13 @@ def decoder(windows: tuple[int | None, ...]) -> DecoderConfig:
 def make_runner(request: pytest.FixtureRequest) -> Callable[..., ModelRunner]:
     def make(**options: Any) -> ModelRunner:
         config = decoder(request.param)
-        facts = ModelFacts(architecture=config.architecture, dtype="float32", max_position=128, vocab_size=VOCAB_SIZE)
+        facts = ModelFacts(
+            architecture=config.architecture,
+            dtype="float32",
+            max_position=128,
+            vocab_size=VOCAB_SIZE,
+            layer_windows=config.layer_windows,
+        )
         resolved = resolve(
             EngineOptions(dtype="float32", block_size=BLOCK_SIZE, max_num_seqs=4, **options), facts, detect_platform("cpu")
         )
@@ -377,7 +383,7 @@ def test_a_step_that_raises_can_be_followed_by_another(
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._backend, "prepare", fail)
+        patch.setattr(driver.runner.backend, "prepare", fail)
         with pytest.raises(RuntimeError):
             driver.step({"a": 13}, [driver.enter("a", PROMPT, SamplingParams(seed=2, logit_bias={1: 100.0}))])
     assert driver.runner.sample().request_ids == []

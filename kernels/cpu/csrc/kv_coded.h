@@ -35,8 +35,8 @@ constexpr int place_of_code(int at, int count, int bits) { return at % count / 2
 template <int BITS> HB_INLINE U code_at(const Coded& from, int at, int lane) {
   constexpr int kPerWord = BITS < 8 ? 8 : 32 / BITS, kLowBits = BITS < 8 ? 4 : BITS;
   const U low = read<U>(from.codes + at / kPerWord * from.codes_stride + lane * 4);
-  if (BITS == 32) return low;
-  const U code = low >> place_of_code(at, kPerWord, kLowBits) & ((1u << kLowBits) - 1);
+  if constexpr (BITS == 32) return low;
+  const U code = low >> place_of_code(at, kPerWord, kLowBits) & (uint32_t)((1ull << kLowBits) - 1);
   if (BITS == 5) return code | ((U)from_u8(from.high + at / 8 * from.high_stride + lane) >> place_of_code(at, 8, 1) & 1) << 4;
   if (BITS == 6) return code | (from_u16(from.high + at / 8 * from.high_stride + lane * 2) >> place_of_code(at, 8, 2) & 3) << 4;
   return code;

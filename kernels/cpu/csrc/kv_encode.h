@@ -4,6 +4,8 @@
 // extra bytes in the order of the law.
 #pragma once
 #include "program.h"
+#include "kv_codecs.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace HB_ISA {
@@ -41,15 +43,6 @@ HB_INLINE float from_e4m3(uint8_t code) {
   return code & 0x80 ? -a : a;
 }
 
-HB_INLINE uint8_t to_e5m2(float x) {
-  const uint32_t sign = bits_of(x) >> 24 & 0x80;
-  const float a = magnitude(x);
-  if (a >= 57344.0f) return sign | 0x7b;
-  if (a < 0x1p-14f) return sign | (uint32_t)nearest(a * 65536.0f);
-  const uint32_t bits = bits_of(a);
-  return sign | (((bits + 0xfffff + (bits >> 21 & 1)) >> 21) - (112 << 2));
-}
-
 // The sum in halves; `count` is a power of two. The numbers are used up.
 HB_INLINE float fold(float* x, int count) {
   for (int half = count / 2; half; half /= 2)
@@ -67,24 +60,46 @@ template <int ITEM> static void encode_plain(const float* x, int dim, Constants,
   }
 }
 
+// The same for vectors. x is finite.
+HB_INLINE V magnitude(V x) { return (V)((U)x & 0x7fffffff); }
+HB_INLINE V finite(V x) {
+  x = x != x ? V{} : x;
+  return x > splat(kFloatMax) ? splat(kFloatMax) : x < splat(-kFloatMax) ? splat(-kFloatMax) : x;
+}
+HB_INLINE V nearest(V x) { return (x + splat(12582912.0f)) - splat(12582912.0f); }
+HB_INLINE V clamp(V x, float low, float high) { return x < splat(low) ? splat(low) : x > splat(high) ? splat(high) : x; }
+
+// 8-bit floats: DIGITS of the fraction, a bias, the greatest finite number and its code.
+template <int DIGITS> HB_INLINE I to_fp8(V x, int bias, float most, int most_code) {
+  const V a = magnitude(x);
+  const U bits = (U)a;
+  const I code = (I)((bits + ((1u << (22 - DIGITS)) - 1) + (bits >> (23 - DIGITS) & 1)) >> (23 - DIGITS)) - ((127 - bias) << DIGITS);
+  const float least = of_bits((uint32_t)(128 - bias) << 23), unit = of_bits((uint32_t)(126 + bias + DIGITS) << 23);
+  const I denormal = __builtin_convertvector(nearest(a < splat(least) ? a * splat(unit) : V{}), I);
+  const I magnitude_code = a >= splat(most) ? I{} + most_code : a < splat(least) ? denormal : code;
+  return magnitude_code | (I)((U)x >> 24 & 0x80);
+}
+
 template <bool IS_E5M2> static void encode_fp8(const float* x, int dim, Constants c, uint8_t* codes, uint8_t*) {
-  for (int d = 0; d < dim; d++) codes[d] = IS_E5M2 ? to_e5m2(finite(x[d]) / c.scale) : to_e4m3(finite(x[d]) / c.scale);
+  for (int d = 0; d < dim; d += kLanes) {
+    const V y = finite(load(x + d)) / splat(c.scale);
+    store_bytes((int8_t*)codes + d, IS_E5M2 ? to_fp8<2>(y, 15, 57344.0f, 0x7b) : to_fp8<3>(y, 7, 448.0f, 0x7e));
+  }
 }
 
 HB_INLINE float greatest(const float* x, int count) {
-  float most = 0.0f;
-  for (int i = 0; i < count; i++) most = magnitude(x[i]) > most ? magnitude(x[i]) : most;
-  return most;
+  V most = {};
+  for (int i = 0; i < count; i += kLanes) most = maximum(most, magnitude(load(x + i)));
+  return maximum(most);
 }
 
 template <bool IS_INT> static void encode_8_per_token(const float* from, int dim, Constants, uint8_t* codes, uint8_t* extra) {
   float x[kMaxVector];
-  for (int d = 0; d < dim; d++) x[d] = finite(from[d]);
+  for (int d = 0; d < dim; d += kLanes) store(x + d, finite(load(from + d)));
   const float most = greatest(x, dim) / (IS_INT ? 127.0f : 448.0f), scale = most > 1e-6f ? most : 1e-6f;
-  for (int d = 0; d < dim; d++) {
-    const float y = x[d] / scale;
-    if (!IS_INT) codes[d] = to_e4m3(y);
-    else codes[d] = (uint8_t)(int8_t)(int)clamp(truncf(y + (y < 0.0f ? -0.5f : 0.5f)), -128.0f, 127.0f);
+  for (int d = 0; d < dim; d += kLanes) {
+    const V y = load(x + d) / splat(scale), away = clamp(y + (V)((U)splat(0.5f) | ((U)y & 0x80000000u)), -128.0f, 127.0f);
+    store_bytes((int8_t*)codes + d, IS_INT ? __builtin_convertvector(away, I) : to_fp8<3>(y, 7, 448.0f, 0x7e));
   }
   memcpy(extra, &scale, 4);
 }
@@ -103,61 +118,95 @@ static void encode_int4_per_token(const float* from, int dim, Constants, uint8_t
   memcpy(extra, &both, 4);
 }
 
-// A block of 16 over one candidate scale; returns the squared error.
-template <class Code> HB_INLINE float try_block(const float* x, float unit, const Code& code, uint8_t* codes) {
-  const float inverse = unit == 0.0f ? 0.0f : 1.0f / unit;
-  float error[16];
-  for (int i = 0; i < 16; i++) {
-    float number;
-    codes[i] = code(x[i] * inverse, number);
-    const float difference = x[i] - number * unit;
-    error[i] = difference * difference;
+// 16 numbers, and codes for them.
+constexpr int kBlockVectors = 16 / kLanes;
+struct Block {
+  V x[kBlockVectors];
+
+  HB_INLINE Block of(const float* from) {
+    Block block;
+    for (int v = 0; v < kBlockVectors; v++) block.x[v] = finite(load(from + v * kLanes));
+    return block;
   }
-  return fold(error, 16);
+  inline __attribute__((always_inline)) float most() const {
+    V most = {};
+    for (int v = 0; v < kBlockVectors; v++) most = maximum(most, magnitude(x[v]));
+    return maximum(most);
+  }
+  inline __attribute__((always_inline)) float least() const {
+    V most = -x[0];
+    for (int v = 1; v < kBlockVectors; v++) most = maximum(most, -x[v]);
+    return -maximum(most);
+  }
+};
+struct Codes {
+  I at[kBlockVectors];
+  float error;  // squared, summed in halves
+
+  inline __attribute__((always_inline)) void put(uint8_t* to) const {
+    for (int v = 0; v < kBlockVectors; v++) store_bytes((int8_t*)to + v * kLanes, at[v]);
+  }
+};
+
+// Over one candidate scale. code(y, number): the code of the nearest number.
+template <class Code> HB_INLINE Codes try_block(const Block& block, float unit, const Code& code) {
+  const V inverse = splat(unit == 0.0f ? 0.0f : 1.0f / unit);
+  Codes found;
+  V error[kBlockVectors];
+  for (int v = 0; v < kBlockVectors; v++) {
+    V number;
+    found.at[v] = code(block.x[v] * inverse, number);
+    const V difference = block.x[v] - number * splat(unit);
+    error[v] = difference * difference;
+  }
+  for (int half = kBlockVectors / 2; half; half /= 2)
+    for (int v = 0; v < half; v++) error[v] += error[v + half];
+  found.error = sum(error[0]);
+  return found;
 }
 
 // E2M1 to nearest, ties to the even code.
-HB_INLINE uint8_t to_e2m1(float y, float& number) {
-  constexpr float kNumbers[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const float a = magnitude(y);
-  const int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-  const uint32_t sign = bits_of(y) >> 31;
-  number = sign ? -kNumbers[code] : kNumbers[code];
-  return (uint8_t)(code | sign << 3);
+HB_INLINE I to_e2m1(V y, V& number) {
+  const V a = magnitude(y);
+  const I below = (I)(a > splat(0.25f)) + (I)(a >= splat(0.75f)) + (I)(a > splat(1.25f)) + (I)(a >= splat(1.75f)) + (I)(a > splat(2.5f)) +
+                  (I)(a >= splat(3.5f)) + (I)(a > splat(5.0f));  // true is -1
+  const I code = -below | (I)((U)y >> 28 & 8);
+  number = from_e2m1((U)code);
+  return code;
 }
 
 template <int NUM_PEAKS> static void encode_e2m1_blocks(const float* from, int dim, Constants c, uint8_t* codes, uint8_t* extra) {
-  for (int block = 0; block < dim / 16; block++, from += 16, codes += 16) {
-    float x[16], least = 0;
-    for (int i = 0; i < 16; i++) x[i] = finite(from[i]);
-    const float most = greatest(x, 16);
-    for (int peak = 0; peak < NUM_PEAKS; peak++) {
-      const uint8_t byte = to_e4m3(most / ((peak ? 4.0f : 6.0f) * c.scale));
-      uint8_t tried[16];
-      const float error = try_block(x, from_e4m3(byte) * c.scale, to_e2m1, tried);
-      if (peak && !(error < least)) break;
-      least = error, extra[block] = byte;
-      memcpy(codes, tried, 16);
+  for (int at = 0; at < dim; at += 16) {
+    const Block block = Block::of(from + at);
+    const float most = block.most();
+    uint8_t scale = to_e4m3(most / (6.0f * c.scale));
+    Codes best = try_block(block, from_e4m3(scale) * c.scale, to_e2m1);
+    if (NUM_PEAKS == 2) {
+      const uint8_t other = to_e4m3(most / (4.0f * c.scale));
+      const Codes tried = try_block(block, from_e4m3(other) * c.scale, to_e2m1);
+      if (tried.error < best.error) best = tried, scale = other;
     }
+    best.put(codes + at);
+    extra[at / 16] = scale;
   }
 }
 
 template <int BITS> static void encode_int_blocks(const float* from, int dim, Constants c, uint8_t* codes, uint8_t* extra) {
   constexpr float kHalf = 1 << (BITS - 1);
-  const auto code = [](float y, float& number) __attribute__((always_inline)) {
+  const auto code = [](V y, V& number) __attribute__((always_inline)) {
     number = nearest(clamp(y, -kHalf, kHalf - 1.0f));
-    return (uint8_t)(int)(number + kHalf);
+    return __builtin_convertvector(number + splat(kHalf), I);
   };
-  for (int block = 0; block < dim / 16; block++, from += 16, codes += 16) {
-    float x[16], lowest = 0.0f;
-    for (int i = 0; i < 16; i++) x[i] = finite(from[i]), lowest = x[i] < lowest ? x[i] : lowest;
-    const float most = greatest(x, 16), signed_most = lowest == -most ? most : -most;
-    const uint8_t plain = to_e4m3(most / ((kHalf - 1.0f) * c.scale)), longer = to_e4m3(signed_most / (kHalf * c.scale));
-    uint8_t tried[16];
-    const float error = try_block(x, from_e4m3(plain) * c.scale, code, codes);
-    const bool is_better = try_block(x, from_e4m3(longer) * c.scale, code, tried) < error;
-    extra[block] = is_better ? longer : plain;
-    if (is_better) memcpy(codes, tried, 16);
+  for (int at = 0; at < dim; at += 16) {
+    const Block block = Block::of(from + at);
+    const float most = block.most(), signed_most = block.least() == -most ? most : -most;
+    uint8_t scale = to_e4m3(most / ((kHalf - 1.0f) * c.scale));
+    const uint8_t longer = to_e4m3(signed_most / (kHalf * c.scale));
+    Codes best = try_block(block, from_e4m3(scale) * c.scale, code);
+    const Codes tried = try_block(block, from_e4m3(longer) * c.scale, code);
+    if (tried.error < best.error) best = tried, scale = longer;
+    best.put(codes + at);
+    extra[at / 16] = scale;
   }
 }
 
