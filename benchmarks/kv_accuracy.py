@@ -5,8 +5,8 @@
   q4_0_rotated_first    the same with the first 16 tokens in the model's dtype
   nvfp4_first           NVFP4 with the first 16 tokens in the model's dtype
 
-Arguments are those of `halfbyte kv-eval`. The rotated ones are read by the reference back end only, and so should be what they are
-compared with: pass --attention-backend reference.
+Arguments are those of `halfbyte kv-eval`. The rotated ones are read by the reference back end only, and so
+should be what they are compared with: pass --attention-backend reference.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
                                   [--steps 8] [--rounds 9] [--out result.json]
 
 An engine per format is held in one process, and at each context and batch all are filled with the same random prompts by real
-prefill. Then rounds of `steps` decode steps alternate between the formats; ratios are taken within a round, beside the first format.
+prefill. Then rounds of `steps` decode steps alternate between the formats; ratios are taken within a round, beside the first
+format.
 """
 
 from __future__ import annotations

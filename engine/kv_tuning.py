@@ -312,8 +312,11 @@ class Bench:
 
     def _noise(self, heads: Heads, side: SideName, name: str, layer: int) -> float:
         """Of a format, the squared error of all logits of the text, or of the values."""
+        from halfbyte.kvcache.turns import all_turns
+
         sides, (scales, turns) = get_format(name).sides, self._parts_of(name)[layer]
         assert sides is not None and scales is not None, "the formats that are tried have a codec for each side"
+        turns = all_turns(turns, get_format(name).rotations, self._runner.kv_specs[layer])
         q_THD, k_TGD, v_TGD = turns.turn(*heads) if turns is not None else heads
         if side == "v":
             return float((_error(sides[1], v_TGD, scales.v_G) ** 2).sum())

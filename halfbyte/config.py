@@ -85,7 +85,7 @@ class CacheConfig:
     """The paged KV cache. `kv_cache_memory_bytes` is what the user fixed, else None: then it comes from free memory.
 
     layer_dtypes: the KV format of each layer; kv_cache_dtype is that of all which have no other. first_tokens: how many at the
-    beginning of a sequence stay in the model's dtype, None: as the formats want it. kv_calibration: a file of `halfbyte calibrate`;
+    beginning of a sequence stay in the model's dtype, None: as the formats want it. kv_calibration: from `halfbyte calibrate`;
     None: found, or made when a format needs it. kv_check: what happens when a calibrated format fails its check at start.
     """
 

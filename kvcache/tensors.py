@@ -21,7 +21,7 @@ from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.formats.base import KVFormat
 from halfbyte.kvcache.scales import LayerScales
 from halfbyte.kvcache.spec import KVCacheSpec, KVGroup, KVLayout
-from halfbyte.kvcache.turns import LayerTurns, fixed_turns
+from halfbyte.kvcache.turns import LayerTurns, all_turns
 from halfbyte.platform import huge_pages
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
@@ -108,7 +108,7 @@ def view_layer(
 ) -> LayerCache:
     """Typed views of `pages` (uint8 [B, page_bytes]) as the planes of `spec.format`, in their order from the page's start.
 
-    scales: 1 when left out. turns: those that the format has without calibration when left out.
+    scales: 1 when left out. turns: those of a calibration; the fixed ones of the format come beside them.
     """
     kv_format = get_format(spec.format)
     planes: dict[str, Tensor] = {}
@@ -120,7 +120,7 @@ def view_layer(
         offset += size
     assert offset <= pages.shape[1], "a layer's planes must fit its page"
     scales = scales or LayerScales.ones(spec.num_kv_heads)
-    return LayerCache(planes, kv_format, spec, scales, turns or fixed_turns(kv_format.rotations, spec))
+    return LayerCache(planes, kv_format, spec, scales, all_turns(turns, kv_format.rotations, spec))
 
 
 def _view_first(pages: Tensor, spec: KVCacheSpec, group: KVGroup) -> LayerCache | None:

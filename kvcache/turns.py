@@ -9,7 +9,7 @@ Shape letters: T tokens, H heads, G kv heads, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from halfbyte.kvcache.formats.base import Rotation
 from halfbyte.kvcache.spec import KVCacheSpec
 
+_BLOCK = 16  # numbers that share a block scale
 _SIGN_SEED = 0x9E3779B9  # of int4_per_token_head's random signs
 
 
@@ -57,24 +58,24 @@ def _multiply(x_THD: Tensor, matrix_GDD: Tensor) -> Tensor:
     return torch.einsum("tgnd,ged->tgne", x_TGND, matrix_GDD).flatten(1, 2)
 
 
-def fixed_turns(rotations: tuple[Rotation, Rotation], spec: KVCacheSpec) -> LayerTurns | None:
-    """The matrices of formats that need no calibration; None when nothing is turned (yet)."""
+def all_turns(calibrated: LayerTurns | None, rotations: tuple[Rotation, Rotation], spec: KVCacheSpec) -> LayerTurns | None:
+    """Those that calibration found, and the fixed ones of a format with these rotations; None when nothing is turned (yet)."""
     key = _fixed_matrix(rotations[0], spec.head_dim)
     value = _fixed_matrix(rotations[1], spec.head_dim_v)
     if key is None and value is None:
-        return None
+        return calibrated
     heads = spec.num_kv_heads
 
-    def each(matrix: Tensor | None) -> Tensor | None:
-        return None if matrix is None else matrix.expand(heads, -1, -1).contiguous()
+    def each(matrix: Tensor) -> Tensor:
+        return matrix.expand(heads, -1, -1)
 
     # Up to a factor they are orthogonal: the inverse is the transpose over the squared length of a row.
-    return LayerTurns(
-        k_GDD=each(key),
-        q_GDD=None if key is None else each(key / _row_square(key)),
-        v_GDD=each(value),
-        out_GDD=None if value is None else each(value.t() / _row_square(value)),
-    )
+    found = calibrated or LayerTurns()
+    if key is not None:
+        found = replace(found, k_GDD=each(key), q_GDD=each(key / _row_square(key)))
+    if value is not None:
+        found = replace(found, v_GDD=each(value), out_GDD=each(value.t() / _row_square(value)))
+    return found
 
 
 def _row_square(matrix: Tensor) -> float:
@@ -86,6 +87,8 @@ def _fixed_matrix(rotation: Rotation, dim: int) -> Tensor | None:
         return hadamard(dim) / dim**0.5
     if rotation == "random_hadamard":
         return random_hadamard(dim)
+    if rotation == "block_hadamard":
+        return torch.block_diag(*[hadamard(_BLOCK) / _BLOCK**0.5] * (dim // _BLOCK))
     return None
 
 

@@ -28,9 +28,11 @@ from halfbyte.kvcache.scales import LayerScales
 from halfbyte.kvcache.turns import LayerTurns, hadamard
 
 VERSION = "1"
-_RIDGE = 1e-3  # of the mean diagonal, added to moments of few tokens
+# Of the mean diagonal, added to moments that stem from few tokens. More for keys: a direction in which the calibration's keys
+# hardly vary must not make other keys coarse.
+_K_RIDGE, _Q_RIDGE = 1e-2, 1e-3
 _TINY = 1e-12
-_HEADROOM = 8  # block scales saturate beyond what was seen, single numbers do so anyway
+_HEADROOM = 32  # block scales saturate beyond what was seen, single numbers do so anyway
 
 
 class HeadMoments:
@@ -156,7 +158,7 @@ def statistics_of(moments: HeadMoments) -> LayerStatistics:
 
 def balancing(kk_DD: Tensor, qq_DD: Tensor) -> Tensor:
     """(S_K^-1 # S_Q)^(1/2), with A # B = A^(1/2) (A^(-1/2) B A^(-1/2))^(1/2) A^(1/2); float64, symmetric."""
-    kk_DD, qq_DD = (_ridged(matrix_DD) for matrix_DD in (kk_DD, qq_DD))
+    kk_DD, qq_DD = _ridged(kk_DD, _K_RIDGE), _ridged(qq_DD, _Q_RIDGE)
     root_DD, inverse_DD = _power(kk_DD, 0.5), _power(kk_DD, -0.5)
     return _power(inverse_DD @ _power(root_DD @ qq_DD @ root_DD, 0.5) @ inverse_DD, 0.5)
 
@@ -179,16 +181,16 @@ def _to_unit(turn_DD: Tensor, kk_DD: Tensor) -> Tensor:
 
 
 def _scale(codec: Codec, most_G: Tensor) -> Tensor:
-    """What puts the greatest magnitude seen at the greatest number of the codec; of one with block scales, an eighth below."""
+    """What puts the greatest magnitude seen at the greatest number of the codec; of one with block scales, far below."""
     if not codec.uses_scale:
         return torch.ones_like(most_G)
     greatest = E4M3_MAX if codec.bits == 8 else E4M3_MAX * 6 / _HEADROOM
     return (most_G / greatest).clamp(min=_TINY)
 
 
-def _ridged(matrix_DD: Tensor) -> Tensor:
+def _ridged(matrix_DD: Tensor, ridge: float) -> Tensor:
     mean = matrix_DD.diagonal().mean().clamp(min=_TINY)
-    return matrix_DD + _RIDGE * mean * torch.eye(matrix_DD.shape[0], dtype=matrix_DD.dtype)
+    return matrix_DD + ridge * mean * torch.eye(matrix_DD.shape[0], dtype=matrix_DD.dtype)
 
 
 def _power(matrix_DD: Tensor, power: float) -> Tensor:

@@ -55,6 +55,7 @@ class Program:
     def __init__(self, engine: CpuEngine, product_type: RowType = RowType.FLOATS, *, tap_rows: int = 0) -> None:
         self.taps: list[Tensor] = []
         self._tap_rows = tap_rows
+        self._turns: list[tuple[Tensor, PackedMatrix]] = []
         self._engine = engine
         self._product_type = product_type
         self._ops: list[abi.Op] = []
@@ -190,11 +191,21 @@ class Program:
         """Multiply the heads from `column` on, in place, `per_matrix` of them with each matrix; then subtract the shift."""
         if matrix_GDD is None:
             return
-        matrices = [pack_dense(self._engine, matrix_DD) for matrix_DD in matrix_GDD]
+        if matrix_GDD.stride(0) == 0:  # one for all heads, and mostly for all layers
+            matrices = [self._shared_turn(matrix_GDD[0])] * matrix_GDD.shape[0]
+        else:
+            matrices = [pack_dense(self._engine, matrix_DD) for matrix_DD in matrix_GDD]
         for matrix, shift_D in zip(matrices, [] if shift_GD is None else shift_GD, strict=shift_GD is not None):
             matrix.bias = -shift_D
         heads = [matrix for matrix in matrices for _ in range(per_matrix)]
         self._add(OpCode.TURN, in_=buffer, matrices=self._matrices(heads, column), num_matrices=len(heads))
+
+    def _shared_turn(self, matrix_DD: Tensor) -> PackedMatrix:
+        known = next((packed for tensor, packed in self._turns if torch.equal(tensor, matrix_DD)), None)
+        if known is None:
+            known = pack_dense(self._engine, matrix_DD)
+            self._turns.append((matrix_DD, known))
+        return known
 
     def run(
         self,

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from halfbyte.kvcache.tensors import LayerCache
     from halfbyte.platform import Platform
 
-# How vectors are turned before they are stored: not at all, by a Hadamard matrix, by one with random signs, or by a matrix
-# that was calibrated for the model. Queries (for V: outputs) are turned by the inverse, so that attention is unchanged.
-Rotation = Literal["none", "hadamard", "random_hadamard", "calibrated"]
+# How vectors are turned before they are stored: not at all, by a Hadamard matrix, by one with random signs, by one of 16 in each
+# block of 16, or by a matrix that was calibrated for the model. Queries (for V: outputs) are turned by the inverse, so that
+# attention is unchanged.
+Rotation = Literal["none", "hadamard", "random_hadamard", "block_hadamard", "calibrated"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from halfbyte.kvcache.formats import FORMATS, get_format
 from halfbyte.kvcache.scales import LayerScales
 from halfbyte.kvcache.spec import KVCacheSpec, KVLayout, make_layout
 from halfbyte.kvcache.tensors import KVTensors, LayerCache, LayerParts
-from halfbyte.kvcache.turns import LayerTurns, fixed_turns
+from halfbyte.kvcache.turns import LayerTurns, all_turns
 from halfbyte.platform import detect_platform
 
 try:
@@ -67,11 +67,11 @@ def make_paged(spec: AttentionSpec, kv_spec: KVCacheSpec, backend: str, parts: L
     [group] = layout.groups
     counts = [group.num_entries(context) for _, context in REQUESTS]
     ids = iter((1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(7))).tolist())
-    tensors = KVTensors(layout, 1 + sum(counts), "cpu", [parts])
+    tensors = KVTensors(layout, 1 + sum(counts), "cpu", [(parts[0], None)])
     table = torch.zeros(len(REQUESTS), max(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         table[row, :count] = torch.tensor([next(ids) for _ in range(count)])
-    cache = tensors.layer(0)
+    cache = replace(tensors.layer(0), turns=parts[1])
     for plane in cache.planes.values():
         plane[1:].view(torch.uint8).fill_(0xFF)
 
@@ -172,7 +172,10 @@ def run(name: str, spec: AttentionSpec, first_tokens: int, *, is_turned: bool) -
     )
     turns = LayerTurns()
     if is_turned:
-        turns = fixed_turns(get_format(name).rotations, kv_spec) or random_turns(kv_spec, generator)
+        is_fitted = get_format(name).rotations[0] == "calibrated"
+        found = all_turns(random_turns(kv_spec, generator) if is_fitted else None, get_format(name).rotations, kv_spec)
+        assert found is not None
+        turns = found
     history = [
         [torch.randn(context, spec.num_kv_heads, dim, generator=generator) for dim in (spec.head_dim, spec.head_dim_v)]
         for _, context in REQUESTS

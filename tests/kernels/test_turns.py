@@ -13,7 +13,7 @@ from halfbyte.kvcache.formats import FORMATS, get_format
 from halfbyte.kvcache.formats.base import Rotation
 from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.kvcache.tensors import view_layer
-from halfbyte.kvcache.turns import LayerTurns, fixed_turns, hadamard, random_hadamard
+from halfbyte.kvcache.turns import LayerTurns, all_turns, hadamard, random_hadamard
 from halfbyte.platform import platform_named
 
 TOKENS, KV_HEADS = 33, 3
@@ -74,7 +74,7 @@ def _turns(kind: str, dim: int, dim_v: int) -> LayerTurns:
     if kind == "calibrated":
         return _calibrated(dim, dim_v)
     rotations: tuple[Rotation, Rotation] = ("hadamard", "hadamard") if kind == "hadamard" else ("random_hadamard",) * 2
-    turns = fixed_turns(rotations, _spec(dim, dim_v))
+    turns = all_turns(None, rotations, _spec(dim, dim_v))
     assert turns is not None
     return turns
 
@@ -174,7 +174,7 @@ def test_fixed_turns_are_orthogonal_up_to_a_factor() -> None:
 def test_sides_turn_alone() -> None:
     """K turned and V not: values and outputs stay themselves; the other way round so do queries and keys."""
     q_THD, k_TGD, v_TGD = _qkv(32, 32, group=2)
-    key_only, value_only = (fixed_turns(sides, _spec(32)) for sides in (("hadamard", "none"), ("none", "hadamard")))
+    key_only, value_only = (all_turns(None, sides, _spec(32)) for sides in (("hadamard", "none"), ("none", "hadamard")))
     assert key_only is not None and value_only is not None
     turned_q_THD, turned_k_TGD, same_v_TGD = key_only.turn(q_THD, k_TGD, v_TGD)
     assert same_v_TGD is v_TGD and key_only.turn_back(q_THD) is q_THD
@@ -186,6 +186,7 @@ def test_sides_turn_alone() -> None:
 def test_formats_say_how_they_are_turned() -> None:
     """A layer's cache comes with the turns of its format, unless those take a calibration."""
     turned = {"int4_per_token_head": (True, True), "ultraquant_4bit": (True, False), "turboquant_4bit_nc": (True, False)}
+    turned |= dict.fromkeys(("kv4", "kv5", "kv6"), (False, True))
     for name in FORMATS:
         kv_format = get_format(name)
         if kv_format.refuse(spec := _spec(64, format=name), platform_named("cpu")):
@@ -194,4 +195,4 @@ def test_formats_say_how_they_are_turned() -> None:
         sides = (turns is not None and turns.k_GDD is not None, turns is not None and turns.v_GDD is not None)
         assert sides == turned.get(name, (False, False)), name
         if name.startswith("kv"):
-            assert kv_format.rotations == ("calibrated", "none")
+            assert kv_format.rotations == ("calibrated", "none" if name == "kv4_e2m1" else "block_hadamard")

@@ -41,7 +41,7 @@ from halfbyte.model_runner.source import locate
 from halfbyte.platform import detect_platform
 
 SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=64, head_dim_v=64, scale=0.125)
-RIDGE = 1e-3  # of the mean diagonal, which moments of few tokens need
+K_RIDGE, Q_RIDGE = 1e-2, 1e-3  # of `calibration`
 TOKENS = [(7 * i * i + 3 * i) % 50 for i in range(90)]
 
 
@@ -60,13 +60,13 @@ def covariance(dim: int, seed: int) -> Tensor:
     directions_DD, _ = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
     weights_D = torch.logspace(-2, 2, dim, dtype=torch.float64)
     matrix_DD = (directions_DD * weights_D) @ directions_DD.mT
-    return matrix_DD + RIDGE * matrix_DD.diagonal().mean() * torch.eye(dim, dtype=torch.float64)
+    return matrix_DD + K_RIDGE * matrix_DD.diagonal().mean() * torch.eye(dim, dtype=torch.float64)
 
 
-def without_ridge(matrix_DD: Tensor) -> Tensor:
+def without_ridge(matrix_DD: Tensor, ridge: float) -> Tensor:
     """What becomes `matrix_DD` with the ridge."""
-    mean = matrix_DD.diagonal().mean() / (1 + RIDGE)
-    return matrix_DD - RIDGE * mean * torch.eye(matrix_DD.shape[0], dtype=matrix_DD.dtype)
+    mean = matrix_DD.diagonal().mean() / (1 + ridge)
+    return matrix_DD - ridge * mean * torch.eye(matrix_DD.shape[0], dtype=matrix_DD.dtype)
 
 
 def noise(turn_DD: Tensor, kk_DD: Tensor, qq_DD: Tensor) -> float:
@@ -78,7 +78,7 @@ def noise(turn_DD: Tensor, kk_DD: Tensor, qq_DD: Tensor) -> float:
 @pytest.mark.parametrize("dim", [16, 80])
 def test_the_matrix_makes_keys_and_queries_alike(dim: int) -> None:
     kk_DD, qq_DD = covariance(dim, 0), 3.0 * covariance(dim, 1)
-    turn_DD = balancing(without_ridge(kk_DD), without_ridge(qq_DD))
+    turn_DD = balancing(without_ridge(kk_DD, K_RIDGE), without_ridge(qq_DD, Q_RIDGE))
     inverse_DD = torch.linalg.inv(turn_DD)
     keys_DD, queries_DD = turn_DD @ kk_DD @ turn_DD.mT, inverse_DD.mT @ qq_DD @ inverse_DD
     torch.testing.assert_close(keys_DD, queries_DD, rtol=1e-9, atol=1e-9)
@@ -88,7 +88,7 @@ def test_the_matrix_makes_keys_and_queries_alike(dim: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_no_other_matrix_brings_less_noise(seed: int) -> None:
     kk_DD, qq_DD = covariance(24, seed), covariance(24, seed + 10)
-    best_DD = balancing(without_ridge(kk_DD), without_ridge(qq_DD))
+    best_DD = balancing(without_ridge(kk_DD, K_RIDGE), without_ridge(qq_DD, Q_RIDGE))
     least = noise(best_DD, kk_DD, qq_DD)
     # its value in closed form: the square of the sum of the roots of the eigenvalues of S_K S_Q
     assert least == pytest.approx(float(torch.linalg.eigvals(kk_DD @ qq_DD).real.sqrt().sum() ** 2), rel=1e-9)
@@ -140,7 +140,7 @@ def test_turned_heads_are_balanced_and_of_size_one(dim: int) -> None:
         keys_D, queries_D = keys_GDD[head].diagonal(), queries_GDD[head].diagonal()
         assert float(keys_D.mean()) == pytest.approx(1.0, abs=1e-4)
         # all directions alike: before, they differed by a factor of 100; the ridge costs the weak ones a little
-        torch.testing.assert_close(keys_D / keys_D.mean(), queries_D / queries_D.mean(), rtol=0.05, atol=0.0)
+        torch.testing.assert_close(keys_D / keys_D.mean(), queries_D / queries_D.mean(), rtol=0.3, atol=0.0)
 
 
 def scores(q_THD: Tensor, k_TGD: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def test_scales_put_the_greatest_number_seen_at_the_greatest_code() -> None:
     torch.testing.assert_close(found.v_G * 448, v_most_G)
     found = statistics.scales(kv4[0], nvfp4[1])
     assert torch.equal(found.k_G, torch.ones(2)), "turned keys are of size one"
-    torch.testing.assert_close(found.v_G * 448 * 6 / 8, v_most_G)
+    torch.testing.assert_close(found.v_G * 448 * 6 / 32, v_most_G)
 
 
 @pytest.fixture
