@@ -173,24 +173,36 @@ class Program:
         turns = cache.turns or LayerTurns()
         k_column, v_column = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         group_size = spec.num_heads // spec.num_kv_heads
-        self._turn(qkv, 0, turns.q_GDD, group_size)
-        self._turn(qkv, k_column, turns.k_GDD, 1, turns.k_shift_GD)
-        self._turn(qkv, v_column, turns.v_GDD, 1)
+        queries = self._turned(0, turns.q_GDD, group_size)
+        keys = self._turned(k_column, turns.k_GDD, 1, turns.k_shift_GD)
+        self._turn(qkv, [*queries, *keys, *self._turned(v_column, turns.v_GDD, 1)])
         if attention.cache.format == abi.CODED:
             self._add(OpCode.STORE, in_=qkv, attention=pointer)
         in_type = RowType.FLOATS if self._product_type is RowType.FLOATS else RowType.BF16
         out_type = self._type_of_result(out) if turns.out_GDD is None else RowType.FLOATS
         self._add(OpCode.ATTEND, in_=qkv, in_type=in_type, out=out, out_type=out_type, attention=pointer)
         self._add(OpCode.COMBINE, out=out, out_type=out_type, attention=pointer)
-        self._turn(out, 0, turns.out_GDD, group_size)
+        self._turn(out, self._turned(0, turns.out_GDD, group_size))
         if out_type is not self._type_of_input(out):
             width = spec.num_heads * spec.head_dim_v
             self._add(OpCode.ROUND, in_=out, out=out, out_type=self._type_of_input(out), width=width)
 
-    def _turn(self, buffer: int, column: int, matrix_GDD: Tensor | None, per_matrix: int, shift_GD: Tensor | None = None) -> None:
-        """Multiply the heads from `column` on, in place, `per_matrix` of them with each matrix; then subtract the shift."""
-        if matrix_GDD is None:
+    def _turn(self, buffer: int, parts: list[tuple[int, PackedMatrix]]) -> None:
+        """Multiply heads in place: each with its matrix, from its column on."""
+        if not parts:
             return
+        array = (abi.Matrix * len(parts))()
+        for at, (column, matrix) in enumerate(parts):
+            array[at] = self._matrix(matrix, column)
+        matrices = ctypes.cast(self._keep(array), ctypes.POINTER(abi.Matrix))
+        self._add(OpCode.TURN, in_=buffer, matrices=matrices, num_matrices=len(parts))
+
+    def _turned(
+        self, column: int, matrix_GDD: Tensor | None, per_matrix: int, shift_GD: Tensor | None = None
+    ) -> list[tuple[int, PackedMatrix]]:
+        """Heads side by side from `column` on, `per_matrix` of them with each matrix; the shift is subtracted after it."""
+        if matrix_GDD is None:
+            return []
         if matrix_GDD.stride(0) == 0:  # one for all heads, and mostly for all layers
             matrices = [self._shared_turn(matrix_GDD[0])] * matrix_GDD.shape[0]
         else:
@@ -198,7 +210,7 @@ class Program:
         for matrix, shift_D in zip(matrices, [] if shift_GD is None else shift_GD, strict=shift_GD is not None):
             matrix.bias = -shift_D
         heads = [matrix for matrix in matrices for _ in range(per_matrix)]
-        self._add(OpCode.TURN, in_=buffer, matrices=self._matrices(heads, column), num_matrices=len(heads))
+        return [(column + at * matrix.num_outputs, matrix) for at, matrix in enumerate(heads)]
 
     def _shared_turn(self, matrix_DD: Tensor) -> PackedMatrix:
         known = next((packed for tensor, packed in self._turns if torch.equal(tensor, matrix_DD)), None)
@@ -282,23 +294,20 @@ class Program:
         pointer: int = self._keep(tensor.contiguous()).data_ptr()
         return pointer
 
-    def _matrices(self, matrices: Sequence[PackedMatrix], column: int = 0) -> Any:
-        """Side by side from `column` on."""
+    def _matrices(self, matrices: Sequence[PackedMatrix]) -> Any:
         array = (abi.Matrix * len(matrices))()
+        column = 0
         for at, matrix in enumerate(matrices):
-            self._keep(matrix)
-            bias = None if matrix.bias is None else self._floats(matrix.bias)
-            array[at] = abi.Matrix(
-                matrix.data.data_ptr(),
-                bias,
-                matrix.panel_bytes,
-                matrix.kind,
-                matrix.num_outputs,
-                matrix.num_inputs,
-                column,
-            )
+            array[at] = self._matrix(matrix, column)
             column += matrix.num_outputs
         return ctypes.cast(self._keep(array), ctypes.POINTER(abi.Matrix))
+
+    def _matrix(self, matrix: PackedMatrix, column: int) -> abi.Matrix:
+        """Whose outputs go to the columns from `column` on."""
+        self._keep(matrix)
+        bias = None if matrix.bias is None else self._floats(matrix.bias)
+        shape = (matrix.kind, matrix.num_outputs, matrix.num_inputs)
+        return abi.Matrix(matrix.data.data_ptr(), bias, matrix.panel_bytes, *shape, column)
 
 
 def attention_structure(spec: AttentionSpec, cache: LayerCache, group: int) -> abi.Attention:
