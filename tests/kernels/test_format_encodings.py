@@ -127,9 +127,9 @@ def _written(
     [
         ("nvfp4", ("nvfp4", "nvfp4")),
         ("nvfp4_4over6", ("nvfp4_4over6", "nvfp4_4over6")),
-        ("kv4", ("int4", "nvfp4_4over6")),
+        ("kv4", ("int4", "int4")),
         ("kv4_e2m1", ("nvfp4_4over6", "nvfp4_4over6")),
-        ("kv5", ("int5", "nvfp4_4over6")),
+        ("kv5", ("int5", "int4")),
         ("kv6", ("int6", "int5")),
     ],
 )

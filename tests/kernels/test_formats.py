@@ -66,7 +66,7 @@ def _label(value: object) -> str:
 
 
 def _codecs() -> dict[str, Codec]:
-    sides = [side for f in map(get_format, SIDED) if isinstance(f, CodedFormat | DenseFormat) for side in (f.k, f.v)]
+    sides = [side for f in map(get_format, SIDED) if isinstance(f, CodedFormat | DenseFormat) for side in f.sides]
     return {side.codec.name: side.codec for side in sides}
 
 
@@ -292,7 +292,7 @@ def _narrow_parts(cache: LayerCache, k_TGD: Tensor, v_TGD: Tensor) -> list[Tenso
     if isinstance(kv_format, MlaFormat):
         return [k_TGD[..., :512], v_TGD]
     assert isinstance(kv_format, CodedFormat | DenseFormat)
-    return [x for side, x in ((kv_format.k, k_TGD), (kv_format.v, v_TGD)) if side.codec.bits <= 8]
+    return [x for side, x in zip(kv_format.sides, (k_TGD, v_TGD), strict=True) if side.codec.bits <= 8]
 
 
 # Bytes per token of H kv heads of D, and for 8 heads of 128.
