@@ -51,7 +51,7 @@ def test_taken_port_fails_before_the_model_loads() -> None:
     ("flags", "names"),
     [
         (("--model", "no-such-model"), ["no-such-model"]),
-        (("--kv-cache-dtype", "nvfp4"), ["nvfp4"]),
+        (("--kv-cache-dtype", "fp8_ds_mla"), ["fp8_ds_mla", "MLA", "--kv-cache-dtype"]),
         (("--max-model-len", "100000"), ["100000", "8192", "--max-model-len"]),
         (("--kv-cache-memory-bytes", "1M"), ["--kv-cache-memory-bytes", "--max-model-len"]),
     ],
