@@ -142,4 +142,5 @@ def test_state_is_at_most_three_bytes(kind: str, data: st.DataObject) -> None:
         whole = given_bytes.decode("utf-8", "replace")
         if kind == "byte-fallback":
             whole = whole.removeprefix(" ")
-        assert whole.startswith(text) and whole[len(text) :] in ("", "\ufffd")
+        held_back = whole.removeprefix(text)  # half a surrogate counts as two broken bytes once it is over
+        assert whole.startswith(text) and held_back in ("", "\ufffd", "\ufffd" * 2)
