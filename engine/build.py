@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,11 +77,12 @@ def build_engine(
     phases.end("resolve configuration, import torch")
     runner = load_runner(config, files, decoder, platform)
     phases.end("load weights")
-    parts = prepare_parts(config, files, runner, lambda: load_front(options).tokenizer, log.info)
+    tokenizer = cache(lambda: load_front(options).tokenizer)
+    parts = prepare_parts(config, files, runner, tokenizer, log.info)
     runner.set_parts(parts.layers)
     runner.report += parts.lines
     if needs_calibration(config.cache.layer_dtypes) and config.cache.kv_check != "off":
-        runner.report.append(check(config, runner, load_front(options).tokenizer))
+        runner.report.append(check(config, runner, tokenizer()))
     phases.end("prepare KV formats")
     capacity, sized_by = _size(config, decoder, platform, runner.layout)
     runner.report.append(sized_by)

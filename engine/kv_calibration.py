@@ -20,7 +20,7 @@ from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.model_runner.safetensors_files import KV_CALIBRATION_NAME, weight_files
 from halfbyte.model_runner.source import ModelFiles
-from halfbyte.model_runner.texts import calibration_files, sample_files
+from halfbyte.model_runner.texts import calibration_files, read_text, sample_files
 from halfbyte.platform import cache_folder
 
 if TYPE_CHECKING:
@@ -141,11 +141,11 @@ def check(config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer) -> st
     kl_sum, count = 0.0, 0
     for window in windows:
         # one after the other: the two share the model
-        expected = torch.cat(list(score(plain, managers[0], window, STEP_TOKENS)))
-        found = torch.cat(list(score(runner, managers[1], window, STEP_TOKENS)))
-        kl_N = compare(expected, found, torch.zeros(len(window), dtype=torch.int64)).kl_N
-        kl_sum, count = kl_sum + float(kl_N.sum()), count + len(kl_N)
-    kl, name = kl_sum / count, config.cache.kv_cache_dtype
+        expected = list(score(plain, managers[0], window, STEP_TOKENS))
+        for expected_NV, found_NV in zip(expected, score(runner, managers[1], window, STEP_TOKENS), strict=True):
+            kl_N = compare(expected_NV, found_NV, torch.zeros(len(found_NV), dtype=torch.int64)).kl_N
+            kl_sum, count = kl_sum + float(kl_N.sum()), count + len(kl_N)
+    kl, name = kl_sum / count, config.cache.layers_name
     line = f"KV check: {name} against {config.model.dtype}, KL {kl:.4f} per token over {count:,} tokens (limit {MAX_CHECK_KL})"
     if kl <= MAX_CHECK_KL:
         return line
@@ -172,7 +172,7 @@ def new_manager(runner: ModelRunner) -> KVCacheManager:
 def token_windows(tokenizer: Tokenizer, files: Sequence[Path], length: int, max_tokens: int) -> list[list[int]]:
     """Windows of at most `length` tokens, each begun as a prompt is, from all files in turn until there are `max_tokens`."""
     first_ids = tokenizer.encode("")
-    texts = [tokenizer.encode(_read(path), add_special_tokens=False) for path in files]
+    texts = [tokenizer.encode(read_text(path), add_special_tokens=False) for path in files]
     step = length - len(first_ids)
     windows = [first_ids + text[start : start + step] for start in range(0, max(map(len, texts)), step) for text in texts]
     kept, total = [], 0
@@ -239,10 +239,3 @@ def _make(config: EngineConfig, files: ModelFiles, runner: ModelRunner, tokenize
     except OSError as error:
         log.warning("the KV calibration cannot be kept in %s (%s): it will be made again at the next start", path, error)
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the text {path}: {error}", param="text") from None

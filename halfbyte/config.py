@@ -100,6 +100,11 @@ class CacheConfig:
     num_blocks_override: int | None
     enable_prefix_caching: bool
 
+    @property
+    def layers_name(self) -> str:
+        """The format of all layers, or all the formats that they have, for lines to be read by people."""
+        return " and ".join(dict.fromkeys(self.layer_dtypes))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

@@ -42,6 +42,11 @@ class LayerCache:
     turns: LayerTurns | None
     first: LayerCache | None = None
 
+    def places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Of slots of any shape, the block and the token within it."""
+        block = torch.div(slots, self.spec.block_size, rounding_mode="floor")
+        return block, slots - block * self.spec.block_size
+
 
 LayerParts = tuple[LayerScales | None, LayerTurns | None]
 

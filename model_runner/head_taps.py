@@ -35,11 +35,11 @@ def tap_heads(model: Model | CpuModel, max_tokens: int) -> Iterator[Callable[[in
             model.tap_rows = 0
         return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    seen: list[Heads] = []
-    for layer in layers:
-        layer.backend = _Watching(layer.backend, seen)  # type: ignore[assignment]
+    watching = [_Watching(layer.backend) for layer in layers]
+    for layer, watch in zip(layers, watching, strict=True):
+        layer.backend = watch  # type: ignore[assignment]
     try:
-        yield lambda num_tokens: seen[-len(layers) :]
+        yield lambda num_tokens: [watch.seen for watch in watching]
     finally:
         for layer in layers:
             layer.backend = model.backend
@@ -56,12 +56,13 @@ def _split(model: CpuModel, num_tokens: int) -> list[Heads]:
 
 
 class _Watching:
-    """A back end that keeps what it is given, of one step."""
+    """A layer's back end that keeps what it was given last."""
 
-    def __init__(self, backend: AttentionBackend, seen: list[Heads]) -> None:
+    seen: Heads
+
+    def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
-        self._seen = seen
 
     def forward(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *rest: Any) -> Tensor:
-        self._seen.append((q_THD, k_TGD, v_TGD))
+        self.seen = q_THD, k_TGD, v_TGD
         return self._backend.forward(q_THD, k_TGD, v_TGD, *rest)

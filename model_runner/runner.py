@@ -9,7 +9,7 @@ Shape letters: T tokens of the step, R requests of the batch, N positions that w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import cycle, groupby, islice
 
 import numpy as np
@@ -20,6 +20,8 @@ from halfbyte.config import EngineConfig
 from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.attention.base import AttentionBackend
+from halfbyte.kernels.attention.selection import arranged_spec
+from halfbyte.kernels.attention.vendors import LayerFacts
 from halfbyte.kernels.cpu.sampling import CpuSampling
 from halfbyte.kvcache.formats import get_format, page_bytes
 from halfbyte.kvcache.scales import LayerScales
@@ -48,7 +50,7 @@ _LOGITS_BYTES = 64 << 20
 
 
 def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig, platform: Platform) -> ModelRunner:
-    """Refuse what cannot run, then load the weights. The cache is allocated later, when its size is known."""
+    """Load the weights. The cache is allocated later, when its size is known."""
     backend = get_backend(config.attention_backend)
     settings = config.model
     model: Model | CpuModel
@@ -66,16 +68,14 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
         kernels = f"torch, {settings.num_threads} threads; linear {settings.dtype}"
     limit = f"{platform.memory_limit_bytes / 2**30:.1f} GiB of memory"
     lines = [
-        f"kernels: {kernels}; attention {backend.name} over {config.cache.kv_cache_dtype} KV; {limit}",
+        f"kernels: {kernels}; attention {backend.name} over {config.cache.layers_name} KV; {limit}",
         *layer_lines(config.cache.layer_dtypes),
         f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes",
     ]
     if report.unused:
         lines.append(f"weights: {len(report.unused)} tensors of the file are not used: {', '.join(report.unused[:5])}")
     stored = scales.layer_scales(decoder.num_layers, decoder.num_kv_heads, decoder.num_heads)
-    runner = ModelRunner(config, model, backend, lines, stored)
-    runner.refuse(platform)
-    return runner
+    return ModelRunner(config, model, backend, lines, stored)
 
 
 class ModelRunner:
@@ -342,20 +342,11 @@ def _no_scales(model: Model | CpuModel) -> StoredScales:
 
 def kv_specs(model: Model | CpuModel, config: EngineConfig) -> list[KVCacheSpec]:
     """What each layer keeps in the cache, as the model's attention back end arranges it."""
-    specs = [
-        KVCacheSpec(
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            head_dim_v=spec.head_dim_v,
-            block_size=config.cache.block_size,
-            sliding_window=spec.sliding_window,
-            format=name,
-            first_tokens=first_tokens(config),
-            first_format=config.model.dtype,
-        )
-        for spec, name in zip(model.attention_specs(), config.cache.layer_dtypes, strict=True)
-    ]
-    return [replace(spec, format=model.backend.arrange(spec)) for spec in specs]
+    facts = partial(
+        LayerFacts, block_size=config.cache.block_size, first_tokens=first_tokens(config), first_format=config.model.dtype
+    )
+    layers = zip(model.attention_specs(), config.cache.layer_dtypes, strict=True)
+    return [arranged_spec(model.backend.name, name, facts(spec)) for spec, name in layers]
 
 
 def first_tokens(config: EngineConfig) -> int:

@@ -78,7 +78,7 @@ def steps(runner: ModelRunner, manager: KVCacheManager, token_ids: Sequence[int]
 
 
 def compare(base_NV: Tensor, other_NV: Tensor, next_token_N: Tensor) -> PositionScores:
-    """Two runners' logits at the same positions. Sums are float64, so that equal logits have a divergence of exactly 0."""
+    """Two runners' logits at the same positions. Logarithms are float32, sums float64: equal logits have a divergence of 0."""
     num_rows = max(1, _LOGPROBS_BYTES // (4 * base_NV.shape[1]))
     parts = [
         _compare_rows(base_NV[rows], other_NV[rows].to(base_NV.device), next_token_N[rows].to(base_NV.device))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.errors import UserError
+from halfbyte.model_runner.texts import read_text
 
 # The least that has a position with a next token and something to attend to
 _MIN_TOKENS = 3
@@ -23,14 +24,6 @@ class Window:
     name: str
     length: int
     token_ids: list[int]
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"cannot read the text {path}: {reason}", param="text") from None
 
 
 def cut_windows(files: Sequence[Path], tokenizer: Tokenizer, lengths: Sequence[int]) -> list[Window]:

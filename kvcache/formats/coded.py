@@ -58,7 +58,7 @@ class CodedFormat:
     def write(self, k_TGD: Tensor, v_TGD: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         # A skipped token becomes zeros at slot 0, which holds zeros anyway: shapes must not depend on values.
         skipped_T11 = (slot_mapping_T < 0)[:, None, None]
-        at = _places(cache, slot_mapping_T.clamp(min=0))
+        at = cache.places(slot_mapping_T.clamp(min=0))
         for side, prefix, x_TGD, scale_G in (
             (self.k, "k", k_TGD, cache.scales.k_G),
             (self.v, "v", v_TGD, cache.scales.v_G),
@@ -67,7 +67,7 @@ class CodedFormat:
             self.put(cache, prefix, at, codes_TGD.masked_fill(skipped_T11, 0), extra_TGE.masked_fill(skipped_T11, 0))
 
     def read(self, cache: LayerCache, slots_RL: Tensor) -> tuple[Tensor, Tensor]:
-        at = _places(cache, slots_RL)
+        at = cache.places(slots_RL)
         k_RLGD = self.k.codec.decode(*self.get(cache, "k", at), cache.scales.k_G[:, None])
         return k_RLGD, self.v.codec.decode(*self.get(cache, "v", at), cache.scales.v_G[:, None])
 
@@ -143,8 +143,3 @@ class RecordsFormat(CodedFormat):
             starts.append(starts[-1] + packed_bytes(side.codec.bits, dim))
             starts.append(starts[-1] + side.codec.extra_bytes(dim))
         return starts
-
-
-def _places(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-    block = torch.div(slots, cache.spec.block_size, rounding_mode="floor")
-    return block, slots - block * cache.spec.block_size

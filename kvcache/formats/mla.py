@@ -110,18 +110,13 @@ class MlaFormat:
         k_TD = k_TGD.squeeze(1).float()
         rotated_TP = k_TD[:, LATENT:] if k_TD.shape[1] > LATENT else k_TD.new_zeros(k_TD.shape[0], ROTATED)
         record_TN = self.record.encode(k_TD[:, :LATENT], rotated_TP, cache.scales.k_G)
-        block_T, offset_T = _places(cache, slot_mapping_T.clamp(min=0))
+        block_T, offset_T = cache.places(slot_mapping_T.clamp(min=0))
         cache.planes["kv"][block_T, offset_T] = record_TN.masked_fill((slot_mapping_T < 0)[:, None], 0)
 
     def read(self, cache: LayerCache, slots_RL: Tensor) -> tuple[Tensor, Tensor]:
-        latent_RLC, rotated_RLP = self.record.decode(cache.planes["kv"][_places(cache, slots_RL)], cache.scales.k_G)
+        latent_RLC, rotated_RLP = self.record.decode(cache.planes["kv"][cache.places(slots_RL)], cache.scales.k_G)
         k_RLD = torch.cat((latent_RLC, rotated_RLP), -1)[..., : cache.spec.head_dim]
         return k_RLD[..., None, :], latent_RLC[..., None, :]
-
-
-def _places(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-    block = torch.div(slots, cache.spec.block_size, rounding_mode="floor")
-    return block, slots - block * cache.spec.block_size
 
 
 def make(name: str) -> MlaFormat:

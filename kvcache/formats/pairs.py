@@ -46,20 +46,15 @@ class PairFormat:
     def write(self, k_TGD: Tensor, v_TGD: Tensor, cache: LayerCache, slot_mapping_T: Tensor) -> None:
         # A skipped token becomes a zero at slot 0, as in DenseFormat.
         skipped_T11 = (slot_mapping_T < 0)[:, None, None]
-        block_T, offset_T = _places(cache, slot_mapping_T.clamp(min=0))
+        block_T, offset_T = cache.places(slot_mapping_T.clamp(min=0))
         k_BSGP2, v_BPSGD = _by_token(cache)
         k_BSGP2[block_T, offset_T] = k_TGD.to(torch.bfloat16).masked_fill(skipped_T11, 0).unflatten(-1, (-1, 2))
         v_BPSGD[block_T, offset_T // 2, offset_T % 2] = v_TGD.to(torch.bfloat16).masked_fill(skipped_T11, 0)
 
     def read(self, cache: LayerCache, slots_RL: Tensor) -> tuple[Tensor, Tensor]:
-        block_RL, offset_RL = _places(cache, slots_RL)
+        block_RL, offset_RL = cache.places(slots_RL)
         k_BSGP2, v_BPSGD = _by_token(cache)
         return k_BSGP2[block_RL, offset_RL].flatten(-2), v_BPSGD[block_RL, offset_RL // 2, offset_RL % 2]
-
-
-def _places(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-    block = torch.div(slots, cache.spec.block_size, rounding_mode="floor")
-    return block, slots - block * cache.spec.block_size
 
 
 def _by_token(cache: LayerCache) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from halfbyte.errors import UserError
+
 _FOLDER = Path(__file__).parent
 _CALIBRATION = "calibration_"
 
@@ -16,3 +18,12 @@ def sample_files() -> list[Path]:
 def calibration_files() -> list[Path]:
     """The texts that a format may be fitted on."""
     return sorted(_FOLDER.glob(f"{_CALIBRATION}*.txt"))
+
+
+def read_text(path: Path) -> str:
+    """A text of ours or of the user's. UserError when it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read the text {path}: {reason}", param="text") from None
