@@ -67,7 +67,7 @@ def all_turns(calibrated: LayerTurns | None, rotations: tuple[Rotation, Rotation
     heads = spec.num_kv_heads
 
     def each(matrix: Tensor) -> Tensor:
-        return matrix.expand(heads, -1, -1)
+        return matrix.contiguous().expand(heads, -1, -1)
 
     # Up to a factor they are orthogonal: the inverse is the transpose over the squared length of a row.
     found = calibrated or LayerTurns()

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from halfbyte.errors import Refusal
 from halfbyte.kernels.triton.codecs import CODECS, codec_kernels
+from halfbyte.kernels.triton.packed import NOT_PACKED, packed_kernels
 from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.formats.base import Codec
 from halfbyte.kvcache.formats.coded import CodedFormat, PlanesFormat, RecordsFormat
 from halfbyte.kvcache.formats.dense import DenseFormat
 from halfbyte.kvcache.formats.numbers import packed_bytes
+from halfbyte.kvcache.formats.swizzled import GROUP, SwizzledFormat
 from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.kvcache.tensors import LayerCache
 
@@ -31,18 +33,22 @@ _WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.
 class KVSide(NamedTuple):
     """codes: [B, G, S, N], numbers of a dense codec, else bytes. extra: bytes [B, G, S, E]; the codes again where there are none.
 
-    From `dim` on all is constant, a kernel is compiled for it. width: the head dim's next power of two, as tiles have it.
+    All but the tensors is constant, a kernel is compiled for it. width: the head dim's next power of two, as tiles have it.
+    extra_step: how far apart a token's extra bytes lie: 1, or as many tokens as lie interleaved (`kvcache.formats.swizzled`),
+    which only the writer knows. uses_scale: whether the codec's numbers are to be multiplied with `scale`. is_packed: whether
+    vectors are read by the word, as the fields of `PackedKernels` from `pairs` on say. num_parts: into how many tiles V's numbers
+    fall apart.
     """
 
     codes: Tensor
-    codes_block_stride: int
-    codes_head_stride: int
-    codes_token_stride: int
     extra: Tensor
-    extra_block_stride: int
-    extra_head_stride: int
-    extra_token_stride: int
     scale: Tensor  # float32 [G]
+    codes_block_stride: Any
+    codes_head_stride: Any
+    codes_token_stride: Any
+    extra_block_stride: Any
+    extra_head_stride: Any
+    extra_token_stride: Any
     dim: Any
     width: Any
     bits: Any
@@ -50,6 +56,15 @@ class KVSide(NamedTuple):
     encode: Any
     decode: Any
     parameter: Any
+    extra_step: Any
+    uses_scale: Any
+    num_parts: Any
+    is_packed: Any
+    pairs: Any
+    unit: Any
+    offset: Any
+    factor: Any
+    power: Any
 
 
 def refuse(spec: KVCacheSpec) -> Refusal | None:
@@ -70,15 +85,16 @@ def refuse(spec: KVCacheSpec) -> Refusal | None:
     return None
 
 
-def view_sides(cache: LayerCache) -> tuple[KVSide, KVSide]:
-    """K and V of a cache that `refuse` lets pass."""
+def view_sides(cache: LayerCache, *, by_word: bool = True) -> tuple[KVSide, KVSide]:
+    """K and V of a cache that `refuse` lets pass. by_word: whether codes may be read as float16 (`packed`), where they can."""
     kv_format, spec = cache.format, cache.spec
     assert isinstance(kv_format, CodedFormat | DenseFormat)
     k, v = (side.codec for side in kv_format.sides)
     k_codes, k_extra, v_codes, v_extra = _views(cache, k, v)
+    extra_step = GROUP if isinstance(kv_format, SwizzledFormat) else 1
     return (
-        _side(k, spec.head_dim, k_codes, k_extra, cache.scales.k_G),
-        _side(v, spec.head_dim_v, v_codes, v_extra, cache.scales.v_G),
+        _side(k, spec.head_dim, k_codes, k_extra, cache.scales.k_G, by_word),
+        _side(v, spec.head_dim_v, v_codes, v_extra, cache.scales.v_G, by_word, extra_step),
     )
 
 
@@ -94,28 +110,35 @@ def _views(cache: LayerCache, k: Codec, v: Codec) -> tuple[Tensor, Tensor | None
     return k_codes, k_extra, v_codes, v_extra
 
 
-def _side(codec: Codec, dim: int, codes: Tensor, extra: Tensor | None, scale_G: Tensor) -> KVSide:
+def _side(
+    codec: Codec, dim: int, codes: Tensor, extra: Tensor | None, scale_G: Tensor, by_word: bool, extra_step: int = 1
+) -> KVSide:
     if codec.bits > 8:
         codes = codes.view(_WIDE[codec.name])
     num_extra = codec.extra_bytes(dim)
     if extra is None or not num_extra:
         extra = codes
     kernels = codec_kernels(codec, dim)
-    return KVSide(
-        codes=codes,
-        codes_block_stride=codes.stride(0),
-        codes_head_stride=codes.stride(1),
-        codes_token_stride=codes.stride(2),
-        extra=extra,
-        extra_block_stride=extra.stride(0),
-        extra_head_stride=extra.stride(1),
-        extra_token_stride=extra.stride(2),
-        scale=scale_G,
-        dim=tl.constexpr(dim),
-        width=tl.constexpr(triton.next_power_of_2(dim)),
-        bits=tl.constexpr(codec.bits),
-        num_extra=tl.constexpr(num_extra),
-        encode=tl.constexpr(kernels.encode),
-        decode=tl.constexpr(kernels.decode),
-        parameter=tl.constexpr(kernels.parameter),
+    packed = packed_kernels(codec, dim) if by_word and _lies_in_words(codes) else None
+    constants = (
+        *codes.stride()[:3],
+        *extra.stride()[:3],
+        dim,
+        triton.next_power_of_2(dim),
+        codec.bits,
+        num_extra,
+        kernels.encode,
+        kernels.decode,
+        kernels.parameter,
+        extra_step,
+        codec.uses_scale,
+        packed.num if packed else 2 if codec.bits < 8 else 1,
+        packed is not None,
+        *(packed or NOT_PACKED)[:-1],
     )
+    return KVSide(codes, extra, scale_G, *map(tl.constexpr, constants))
+
+
+def _lies_in_words(codes: Tensor) -> bool:
+    """Whether each vector begins at a multiple of 4 bytes."""
+    return codes.element_size() == 1 and not any(number % 4 for number in (codes.data_ptr(), *codes.stride()[:3]))

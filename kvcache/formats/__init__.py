@@ -37,6 +37,8 @@ FORMATS: dict[str, str] = {
 }
 ARRANGEMENTS: dict[str, str] = {
     "bfloat16_pairs": "halfbyte.kvcache.formats.pairs:PairFormat",
+    "nvfp4_swizzled": "halfbyte.kvcache.formats.swizzled:make",
+    "nvfp4_4over6_swizzled": "halfbyte.kvcache.formats.swizzled:make",
 }
 ALIASES: dict[str, str] = {"fp8": "fp8_e4m3"}
 

@@ -47,6 +47,7 @@ NUM_BLOCKS = 7
 PAIRS = ("k:fp8,v:nvfp4", "k:kv5,v:bfloat16", "v:ultraquant_4bit,k:turboquant_4bit_nc")
 SIDED = tuple(name for name in (*FORMATS, *PAIRS) if isinstance(get_format(name), CodedFormat | DenseFormat))
 BASE_OF = {"bfloat16_pairs": "bfloat16", **{f"{name}@tiles": name for name in SIDED}}
+BASE_OF |= {f"{name}_swizzled": name for name in ("nvfp4", "nvfp4_4over6")}
 NAMES = (*FORMATS, *PAIRS, *BASE_OF)
 
 

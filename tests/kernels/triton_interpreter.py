@@ -3,7 +3,10 @@
 As it is (3.7), it keeps bfloat16 as uint16 and computes with the raw bits, cuts off where a GPU rounds, and looks up all of
 triton.language anew for each call of a device function. `interpreted` imports modules such that their kernels are interpreted in
 this process, whether or not triton was imported before; the environment stays as it was. Not modelled: races, layouts, tf32, the
-order of sums inside of a product. On a machine with a GPU kernels are compiled (tests/gpu), unless TRITON_INTERPRET is set.
+order of sums inside of a product.
+
+On a machine with a GPU kernels are compiled instead, unless TRITON_INTERPRET is 1: the same tests, whose tensors are copied to
+the device and back around each launch.
 """
 
 from __future__ import annotations
@@ -21,15 +24,14 @@ import torch
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
-if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("kernels are compiled for the GPU here; TRITON_INTERPRET=1 interprets them", allow_module_level=True)
-
 import triton.experimental.gluon.language  # noqa: F401  # asks that triton.language is not interpreted yet
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, ReduceOps, TensorHandle
 from triton.runtime.jit import JITFunction
+
+ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 _KINDS = {
     "bf16": torch.bfloat16,
@@ -44,11 +46,15 @@ _KINDS = {
 @cache
 def jit(function: Any) -> Any:
     """`triton.jit` for the kernels of a test."""
-    return InterpretedFunction(function)
+    return JITFunction(function) if ON_GPU else InterpretedFunction(function)
 
 
 def interpreted(*names: str) -> tuple[ModuleType, ...]:
     """The modules called `names`, not imported before; the kernels of these and of what they import run in the interpreter."""
+    if ON_GPU:
+        if JITFunction.run is not _run_on_gpu:
+            JITFunction.run = _run_on_gpu
+        return tuple(map(import_module, names))
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
@@ -64,6 +70,32 @@ def interpreted(*names: str) -> tuple[ModuleType, ...]:
             f"{module} was imported before, compiled"
         )
     return modules
+
+
+_run_compiled = JITFunction.run
+
+
+def _run_on_gpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A launch whose tensors lie on the host: their memory is copied to the GPU as a whole, views stay views, and back."""
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            memory = value.untyped_storage()
+            if memory.data_ptr() not in copies:
+                host = torch.empty(0, dtype=torch.uint8).set_(memory)
+                copies[memory.data_ptr()] = host, host.cuda()
+            there = copies[memory.data_ptr()][1].untyped_storage()
+            place = (value.storage_offset(), value.shape, value.stride())
+            return torch.empty(0, dtype=value.dtype, device="cuda").set_(there, *place)
+        if isinstance(value, tuple):
+            return type(value)(*map(moved, value)) if hasattr(value, "_fields") else tuple(map(moved, value))
+        return value
+
+    found = _run_compiled(self, *map(moved, args), **{name: moved(value) for name, value in kwargs.items()})
+    for host, device in copies.values():
+        host.copy_(device)
+    return found
 
 
 def _patch() -> None:

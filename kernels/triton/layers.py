@@ -1,0 +1,31 @@
+"""The kernels of a model's layers in Triton, as `kernels.layers` asks for them. Made there, for devices that compile Triton.
+
+Shape letters: T tokens, E hidden, N query and key heads, D head dim, J = 2 * intermediate.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from halfbyte.kernels.norm import HeadNorms
+from halfbyte.kernels.triton import activation, norm, rope
+
+
+class TritonLayers:
+    """Implements `LayerKernels`: one launch each."""
+
+    name = "triton"
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float, add_unit_offset: bool = False) -> Tensor:
+        return norm.rms_norm(x_TE, weight_E, eps, add_unit_offset)
+
+    def add_rms_norm(
+        self, x_TE: Tensor, added_TE: Tensor, weight_E: Tensor, eps: float, add_unit_offset: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(x_TE, added_TE, weight_E, eps, add_unit_offset)
+
+    def rotate(self, x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, norms: HeadNorms | None = None) -> Tensor:
+        return rope.rotate(x_TND, cos_T1D, sin_T1D, norms)
+
+    def gated(self, name: str, gate_up_TJ: Tensor) -> Tensor:
+        return activation.gated(name, gate_up_TJ)

@@ -1,0 +1,78 @@
+"""How the attention kernels are cut for each GPU: tile lengths, warps, stages. One table, nothing is tuned while serving.
+
+Decoding is bound by memory: one warp to a program, many programs to a multiprocessor, tiles that fit into the registers.
+Prompts are bound by tensor cores: tiles of queries as tall as their instructions want. Knows architectures by the names of
+`halfbyte.platform`; called by the Triton attention back end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+# Of the shared memory that a program may have, in bytes.
+SHARED_BYTES = {
+    **{"sm80": 163 << 10, "sm86": 99 << 10, "sm89": 99 << 10, "sm90": 227 << 10},
+    **{"sm100": 227 << 10, "sm103": 227 << 10, "sm120": 99 << 10, "sm121": 99 << 10},
+    **{"gfx90a": 64 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10},
+}
+
+# A part of a context: the unit of work of decoding.
+PART_TOKENS = 256
+
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """rows: of a tile of queries (times heads); tile: tokens of the context at a time; stages: tiles on their way."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """prompt: for vectors of up to 128 numbers. decode_stages: where codes are read by the word."""
+
+    prompt: Cut
+    decode_stages: int
+
+
+_WGMMA = _Family(Cut(128, 64, 8, 3), 3)  # and tcgen05: both take one operand from shared memory
+_MMA = _Family(Cut(128, 32, 8, 2), 3)  # each warp holds the whole of K's tile in registers
+_MFMA = _Family(Cut(128, 64, 4, 1), 2)
+_FAMILIES = {
+    **dict.fromkeys(("sm90", "sm100", "sm103"), _WGMMA),
+    **dict.fromkeys(("sm80", "sm86", "sm89", "sm120", "sm121"), _MMA),
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), _MFMA),
+}
+
+
+def decode_cut(architecture: str, rows: int, width: int, bits: Collection[int], is_packed: bool) -> Cut:
+    """rows: queries times heads, a power of two. width: of a vector, a power of two; bits: of a number of K and of V.
+
+    is_packed: whether both are read by the word. Tiles and stages are as many as fit into the registers.
+    """
+    stages = _FAMILIES.get(architecture, _MMA).decode_stages
+    tile = 16
+    if width <= 128 and min(bits) >= 16:
+        tile, stages = 32, 2
+    elif width <= 128 and is_packed and not set(bits) - {4, 8}:
+        tile = 32
+    return Cut(max(16, rows), tile, max(1, rows // 32), stages)
+
+
+def prompt_cut(architecture: str, heads: int, width: int) -> Cut:
+    """heads: query heads per kv head, which share a tile's rows."""
+    cut = _FAMILIES.get(architecture, _MMA).prompt
+    if width > 128:
+        cut = Cut(64, 32, 4, 2) if width <= 256 else Cut(32, 16, 4, 1)
+    return replace(cut, rows=max(cut.rows, 1 << (heads - 1).bit_length()))
+
+
+def num_programs(num_multiprocessors: int) -> int:
+    """How many programs decoding is spread over."""
+    return num_multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
