@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from halfbyte.engine.kv_calibration import check, needs_calibration, prepare_par
 from halfbyte.engine.kv_layout import backend_refusals, choose_backend, kv_layout, model_facts, rule_origin
 from halfbyte.engine.kv_plan import read_plan
 from halfbyte.engine.scheduler import Scheduler
-from halfbyte.errors import CapacityError
-from halfbyte.kernels.attention import BACKENDS
+from halfbyte.errors import CapacityError, Refusal
+from halfbyte.kernels.attention import BACKENDS, presence
 from halfbyte.kernels.attention.selection import AUTO, model_rule
-from halfbyte.kernels.attention.vendors import VENDORS
+from halfbyte.kernels.attention.vendors import VENDORS, priority
 from halfbyte.kernels.cpu.library import KernelsMissing, load
 from halfbyte.kvcache.formats import FORMATS
 from halfbyte.kvcache.manager import KVCacheManager
@@ -38,6 +38,7 @@ from halfbyte.resolve import AUTO_FIT, config_lines, resolve
 from halfbyte.types import EngineInfo
 
 if TYPE_CHECKING:
+    from halfbyte.model_runner.memory_profile import MemoryProfile
     from halfbyte.model_runner.runner import ModelRunner
 
 # How often a compute thread looks for its sibling before it sleeps; read once, when torch loads OpenMP. The default (300,000)
@@ -68,10 +69,10 @@ def build_engine(
     decoder = config_from_files(files, options.hf_overrides or {})
     platform = detect_platform(options.device)
     phases.end("read configuration")
-    backends = _attention_backends(platform)
+    absent = absent_backends(platform)
     phases.end("load CPU kernels")
-    config = resolve_all(options, files, decoder, platform, backends, streams=streams)
-    _size(config, decoder, platform, kv_layout(config, decoder))  # what does not fit into all free memory fits no better later
+    config = resolve_all(options, files, decoder, platform, absent, streams=streams)
+    _size(config, decoder, platform, kv_layout(config, decoder))  # what does not fit into empty memory fits no better later
     from halfbyte.model_runner.runner import load_runner
 
     phases.end("resolve configuration, import torch")
@@ -84,13 +85,22 @@ def build_engine(
     if needs_calibration(config.cache.layer_dtypes) and config.cache.kv_check != "off":
         runner.report.append(check(config, runner, tokenizer()))
     phases.end("prepare KV formats")
-    capacity, sized_by = _size(config, decoder, platform, runner.layout)
+    profile = None
+    if platform.device != "cpu" and config.cache.kv_cache_memory_bytes is None:
+        from halfbyte.model_runner.memory_profile import profile_memory
+
+        profile = profile_memory(runner, _longest(config, decoder))
+        runner.report.append(profile.line(config.cache.memory_utilization))
+        phases.end("profile memory")
+    capacity, sized_by = _size(config, decoder, platform, runner.layout, profile)
     runner.report.append(sized_by)
     config = replace(config, model=replace(config.model, max_model_len=capacity.max_model_len))
     runner.allocate_cache(capacity.num_blocks, capacity.max_model_len)
     phases.end("allocate KV cache")
     runner.warm_up()
     phases.end("warm up")
+    if runner.capture_graphs():
+        phases.end("capture graphs")
     manager = KVCacheManager(
         capacity.layout,
         capacity.num_blocks,
@@ -99,7 +109,8 @@ def build_engine(
         content=parts.digest,
     )
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len)
-    return EngineCore(scheduler, runner), _info(config, decoder, capacity, runner, phases.done)
+    core = EngineCore(scheduler, runner, async_scheduling=config.scheduler.async_scheduling)
+    return core, _info(config, decoder, capacity, runner, phases.done)
 
 
 def resolve_all(
@@ -107,14 +118,16 @@ def resolve_all(
     files: ModelFiles,
     decoder: DecoderConfig,
     platform: Platform,
-    backends: Sequence[str],
+    absent: Mapping[str, Refusal],
     *,
     streams: bool = False,
 ) -> EngineConfig:
     """The configuration, with an attention back end that reads every layer's KV format. No weight is read.
 
-    backends: those of this machine, the best first. UserError and UnsupportedError as `resolve`, and for what no back end reads.
+    absent: the back ends that this machine cannot run, and why. UserError and UnsupportedError as `resolve`, and for what no back
+    end reads.
     """
+    backends = tuple(name for name in priority(platform) if name in BACKENDS and name not in absent)
     facts = model_facts(options, files, decoder, platform)
     plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
     asked = options.attention_backend
@@ -124,23 +137,27 @@ def resolve_all(
     config = settled(attention_backends=backends)
     if config.origins["kv_cache_dtype"] == rule_origin(decoder) and (rule := model_rule(decoder.architecture, platform)):
         log.info("KV cache in %s: %s; %s; --kv-cache-dtype overrides it", rule.kv_format, rule.reason, rule.cost)
-    chosen = choose_backend(config, files, decoder, platform, asked, backends).backend
+    reader = choose_backend(config, files, decoder, platform, asked, absent)
+    chosen = reader.backend
     if asked == AUTO and chosen != backends[0]:
         reasons = "; ".join(map(str, backend_refusals(config, decoder, platform, backends[0])))
-        log.warning("attention by %s, which is several times slower than %s: %s", chosen, backends[0], reasons)
+        if reader.is_fast:
+            log.info("attention by %s: %s", chosen, reasons)
+        else:
+            log.warning("attention by %s, which is several times slower than %s: %s", chosen, backends[0], reasons)
     return settled(attention_backends=(chosen, *(name for name in backends if name != chosen)))
 
 
-def _attention_backends(platform: Platform) -> tuple[str, ...]:
-    """Those that this machine has, the best first. The compiled kernels are looked for, or made, here."""
+def absent_backends(platform: Platform) -> dict[str, Refusal]:
+    """Those that this machine cannot run, and why. The compiled kernels of the CPU are looked for, or made, here."""
     if platform.device != "cpu":
-        return tuple(name for name in BACKENDS if name != "cpu")
+        return presence.absent(platform, presence.look())
     try:
         load()
     except KernelsMissing as missing:
         log.warning("running on torch in place of the compiled CPU kernels, several times slower: %s", missing)
-        return tuple(name for name in BACKENDS if name != "cpu")
-    return tuple(BACKENDS)
+        return {"cpu": Refusal(f"cpu: no compiled kernels: {missing}", "install g++, or use --attention-backend reference")}
+    return {}
 
 
 class _Phases:
@@ -158,35 +175,62 @@ class _Phases:
         self._since_s = now_s
 
 
-def _size(config: EngineConfig, decoder: DecoderConfig, platform: Platform, layout: KVLayout) -> tuple[KVCapacity, str]:
+def _size(
+    config: EngineConfig, decoder: DecoderConfig, platform: Platform, layout: KVLayout, profile: MemoryProfile | None = None
+) -> tuple[KVCapacity, str]:
     """The cache's exact size, and what it follows from: bytes or tokens are fixed, and the format decides over the other.
 
-    Fixed is what the user says, else a share of the memory that is free now, but for as many tokens as could ever be used.
+    Fixed is what the user says, else a share of the memory, but for as many tokens as could ever be used. profile: what the rest
+    of a GPU's memory is for; None: not known yet, so that this is what there can be at most.
     """
     cache, batched_tokens = config.cache, config.scheduler.max_num_batched_tokens
-    free_bytes = available_memory_bytes(platform)
-    wanted_bytes, sized_by = cache.kv_cache_memory_bytes, _BYTES_FIXED.format("--kv-cache-memory-bytes")
-    if wanted_bytes is not None and wanted_bytes > free_bytes:
-        raise CapacityError(
-            f"--kv-cache-memory-bytes {wanted_bytes} is more than the {free_bytes} bytes that are free on {platform.name} "
-            f"(limit {platform.memory_limit_bytes} bytes); lower it"
-        )
-    if wanted_bytes is None:
-        length = decoder.max_position if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
+    if cache.kv_cache_memory_bytes is None:
+        length = _longest(config, decoder)
         max_num_seqs = config.scheduler.max_num_seqs
         most_blocks = max_num_seqs * blocks_for_request(layout, length, batched_tokens) + 1
         most_bytes = max(most_blocks, cache.num_blocks_override or 0) * layout.block_bytes
-        wanted_bytes = int(free_bytes * cache.memory_utilization)
-        sized_by = _BYTES_FIXED.format(f"--gpu-memory-utilization {cache.memory_utilization:g} of {free_bytes:,} free bytes")
+        wanted_bytes, share = _share(cache.memory_utilization, platform, profile)
+        sized_by = _BYTES_FIXED.format(share)
         if most_bytes <= wanted_bytes:
             wanted_bytes = most_bytes
             sized_by = _TOKENS_FIXED.format(f"--max-num-seqs: {max_num_seqs:,} requests of {length:,} tokens")
+    else:
+        wanted_bytes, sized_by = cache.kv_cache_memory_bytes, _BYTES_FIXED.format("--kv-cache-memory-bytes")
+        free_bytes = available_memory_bytes(platform)
+        if wanted_bytes > free_bytes:
+            raise CapacityError(
+                f"--kv-cache-memory-bytes {wanted_bytes} is more than the {free_bytes} bytes that are free on {platform.name} "
+                f"(limit {platform.memory_limit_bytes} bytes); lower it"
+            )
     if cache.num_blocks_override is not None:
         sized_by = _TOKENS_FIXED.format("--num-gpu-blocks-override")
     capacity = size_cache(
         layout, wanted_bytes, config.model.max_model_len, decoder.max_position, batched_tokens, cache.num_blocks_override
     )
     return capacity, sized_by
+
+
+def _share(utilization: float, platform: Platform, profile: MemoryProfile | None) -> tuple[int, str]:
+    """The bytes that the cache may have, and in words: of what is free on a CPU, of the whole on a GPU, which is ours alone."""
+    flag = f"--gpu-memory-utilization {utilization:g}"
+    if profile is not None:
+        return profile.cache_bytes(utilization), f"{flag} of {profile.total:,} bytes"
+    free_bytes = available_memory_bytes(platform)
+    if platform.device == "cpu":
+        return int(free_bytes * utilization), f"{flag} of {free_bytes:,} free bytes"
+    total_bytes = platform.memory_limit_bytes
+    wanted_bytes = int(total_bytes * utilization)
+    if wanted_bytes > free_bytes:
+        raise CapacityError(
+            f"{flag} x {total_bytes} bytes = {wanted_bytes} bytes, but only {free_bytes} bytes are free on {platform.name}; "
+            f"end what else runs there, lower it, or use --kv-cache-memory-bytes"
+        )
+    return wanted_bytes, f"{flag} of {total_bytes:,} bytes"
+
+
+def _longest(config: EngineConfig, decoder: DecoderConfig) -> int:
+    """The most tokens that a request may have."""
+    return decoder.max_position if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
 
 
 def _info(

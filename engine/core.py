@@ -1,68 +1,117 @@
 """The engine's heart: one step is schedule, execute, sample, update.
 
-Knows the scheduler and a `Runner`; knows nothing of devices, text or sockets. Called by the in-process client and by the
-engine process, from one thread. A request that fails, fails alone: a refusal at the door, non-finite logits, and a step
-that raises, after which the batch is computed again one request at a time, so that only the culprit is lost.
+With asynchronous scheduling the next step is launched before the result of the one before it is taken, so that the device
+need not wait for the scheduler. Knows the scheduler and a `Runner`; knows nothing of devices, text or sockets. Called by the
+in-process client and by the engine process, from one thread. A request that fails, fails alone: a refusal at the door,
+non-finite logits, and a step that raises, after which the batch is computed again one request at a time, so that only the
+culprit is lost.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from halfbyte.engine.scheduler import Scheduler
-from halfbyte.types import EngineOutput, EngineRequest, ModelRunnerOutput, Runner, SchedulerOutput, StepOutput
+from halfbyte.types import EngineOutput, EngineRequest, PendingOutput, Runner, SchedulerOutput, StepOutput
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step that the runner has begun. pending: None until it is asked to sample."""
+
+    scheduled: SchedulerOutput
+    pending: PendingOutput | None = None
 
 
 class EngineCore:
     """Owns one scheduler and one runner. `add` and `abort` take effect at the next `step`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, async_scheduling: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._early_outputs: list[EngineOutput] = []
+        self._num_ahead = 1 if async_scheduling else 0
+        self._in_flight: deque[_Step] = deque()
+        self._outputs: list[EngineOutput] = []
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         for request in requests:
             if refusal := self.scheduler.add(request):
-                self._early_outputs.append(refusal)
+                self._outputs.append(refusal)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        self._early_outputs += self.scheduler.abort(request_ids)
+        self._outputs += self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        return bool(self._early_outputs) or self.scheduler.has_work()
+        return bool(self._outputs or self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> StepOutput:
-        """Compute one batch and return what it did, with what was refused or aborted since the last step."""
-        scheduled = self.scheduler.schedule()
-        outputs, self._early_outputs = self._early_outputs, []
-        try:
-            outputs += self.scheduler.update(scheduled, self._run(scheduled))
-        except Exception as error:
-            outputs += self._isolate(scheduled, error)
+        """Return what one batch made, with what was refused or aborted since the last step.
+
+        With asynchronous scheduling the batch after it is launched first, if there is anything to schedule.
+        """
+        while len(self._in_flight) <= self._num_ahead and self._launch():
+            pass
+        if self._in_flight:
+            self._take()
+        if self._in_flight:
+            self._sample(self._in_flight[-1])
+        outputs, self._outputs = self._outputs, []
         return StepOutput(outputs=outputs, stats=self.scheduler.stats(), timestamp_s=time.monotonic())
 
     def close(self) -> None:
         self.runner.close()
 
-    def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        self.runner.execute(scheduled)
-        return self.runner.sample()
+    def _launch(self) -> bool:
+        """Begin the next step. False when there is nothing to compute (then rows are released at most), or it raised."""
+        step = _Step(self.scheduler.schedule())
+        if step.scheduled.num_scheduled_tokens:
+            self._in_flight.append(step)
+        with self._recovering(step):
+            self.runner.execute(step.scheduled)
+        if step in self._in_flight and (self._in_flight[0] is step or not step.scheduled.needs_grammar_mask):
+            self._sample(step)
+        return step in self._in_flight
 
-    def _isolate(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        """A step raised. A lone request is the culprit and fails; a batch is recomputed one request at a time.
+    def _sample(self, step: _Step) -> None:
+        """Have the runner sample the step if it did not yet.
+
+        A grammar's mask follows from the values of all tokens before it: sampling waits for them, the forward pass does not.
+        """
+        if step.pending is None:
+            with self._recovering(step):
+                step.pending = self.runner.sample()
+
+    def _take(self) -> None:
+        """Wait for the oldest step in flight, and update the scheduler with its result."""
+        step = self._in_flight[0]
+        assert step.pending is not None, "only a step that others are in flight before may wait to be sampled"
+        with self._recovering(step):
+            self._outputs += self.scheduler.update(step.pending.result())
+            self._in_flight.popleft()
+
+    @contextmanager
+    def _recovering(self, step: _Step) -> Iterator[None]:
+        """When the step raises: take what was launched before it, and have it computed again, with what was launched after it,
+        one request at a time; a lone request is the culprit and fails.
 
         A step without requests cannot be blamed on any: then the device is broken, and the engine with it.
         """
-        suspects = list(scheduled.num_scheduled_tokens)
-        if not suspects:
-            raise error
-        log.error("step with %d requests failed: %s", len(suspects), error, exc_info=error)
-        if len(suspects) == 1:
-            return self.scheduler.fail(suspects, "the engine could not compute this request")
-        self.scheduler.isolate(suspects)
-        return []
+        try:
+            yield
+        except Exception as error:
+            num_requests = len(step.scheduled.num_scheduled_tokens)
+            if not num_requests:
+                raise
+            log.error("step with %d requests failed: %s", num_requests, error, exc_info=error)
+            while self._in_flight and self._in_flight[0] is not step:
+                self._take()
+            if self._in_flight:  # else one before it failed, too, and took it along
+                self._in_flight.clear()
+                self._outputs += self.scheduler.recover("the engine could not compute this request")

@@ -6,7 +6,8 @@ Knows configurations and registries; no weights and no memory. Called at start (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from halfbyte.config import EngineConfig, EngineOptions
 from halfbyte.errors import Refusal, UnsupportedError
@@ -59,9 +60,9 @@ def choose_backend(
     decoder: DecoderConfig,
     platform: Platform,
     asked: str,
-    backends: Sequence[str],
+    absent: Mapping[str, Refusal] = MappingProxyType({}),
 ) -> Reader:
-    """The best back end of `backends`, or the one that was asked for, if it reads each layer in its format.
+    """The best back end, or the one that was asked for, if it reads each layer in its format. absent: those that cannot run.
 
     UnsupportedError with every reason, also when a format would misread the scales of the checkpoint.
     """
@@ -69,7 +70,7 @@ def choose_backend(
     layers: dict[str, list[LayerFacts]] = {}
     for name, layer in _layers(config, decoder):
         layers.setdefault(name, []).append(layer)
-    return select_for_all(platform, layers, asked, backends)
+    return select_for_all(platform, layers, asked, absent)
 
 
 def backend_refusals(config: EngineConfig, decoder: DecoderConfig, platform: Platform, backend: str) -> list[Refusal]:

@@ -27,16 +27,20 @@ class RequestStatus(Enum):
 class Request:
     """A request from its arrival to its last token. `token_ids` is the prompt and the outputs.
 
-    num_computed_tokens: leading tokens whose KV is in its blocks. num_cached_tokens: how many of those the prefix cache gave
-    when it first ran. rank: its place in the order of service; smaller is served first and preempted last.
-    prompt_logprobs: collected over the chunks of the prompt, delivered with the first token.
+    max_len: how many those may become. num_in_flight_tokens: sampled by steps whose results have not arrived; they follow
+    token_ids, their values are unknown. num_computed_tokens: leading tokens whose KV is in its blocks, or will be when the
+    steps in flight are done. num_cached_tokens: how many of those the prefix cache gave when it first ran. rank: its place in
+    the order of service; smaller is served first and preempted last. prompt_logprobs: collected over the chunks of the prompt,
+    delivered with the first token.
     """
 
     source: EngineRequest
     rank: tuple[int, float, int]
     token_ids: list[int]
+    max_len: int
     stop_token_ids: frozenset[int]
     status: RequestStatus = RequestStatus.WAITING
+    num_in_flight_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -52,6 +56,17 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.source.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known ones and those in flight."""
+        return len(self.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def num_open_tokens(self) -> int:
+        """Those that are to be computed: none when the last that it may have is known or in flight."""
+        num_tokens = self.num_tokens
+        return num_tokens - self.num_computed_tokens if num_tokens < self.max_len else 0
 
     @property
     def num_output_tokens(self) -> int:

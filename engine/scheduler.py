@@ -4,6 +4,12 @@ There is no prefill or decode phase: a request has known tokens and computed tok
 on running requests first, then on waiting ones in the order of their rank. When blocks run out, the request that would be
 served last gives its blocks back and is recomputed later. Knows counts, token ids and the KV cache manager; knows no device,
 text or socket. Called by the engine core from one thread: `schedule`, then `update` with what the runner made of it.
+
+A step may be scheduled while the one before it is in flight, its result unknown. Each of that step's tokens is counted then,
+and scheduled by its place: its value is on the device. Only the end by a stop token comes as a surprise, one step late, and
+what that step made of the request is dropped. Blocks may be given away while a step in flight still reads and writes them:
+the device runs steps in their order, so that their next owner comes later. What is published has been heard of: the values
+of its tokens, and that the model computed numbers.
 """
 
 from __future__ import annotations
@@ -52,6 +58,16 @@ class _Step:
             self.prompt_budget -= num_tokens
 
 
+@dataclass(slots=True)
+class _Share:
+    """A request's part of a step in flight: how many of its tokens, up to which one, and whether that gives it another."""
+
+    request: Request
+    num_tokens: int
+    end: int
+    samples: bool
+
+
 class Scheduler:
     """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason."""
 
@@ -62,7 +78,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._isolated: deque[Request] = deque()
+        self._in_flight: deque[list[_Share]] = deque()  # of steps that were scheduled and not updated, the oldest first
+        self._isolated: dict[Request, None] = {}  # in the order in which they are computed again
         self._finished_ids: list[str] = []
         self._preempted_ids: list[str] = []
         self._num_added = 0
@@ -83,6 +100,7 @@ class Scheduler:
             source=source,
             rank=(source.priority, source.arrival_s, self._num_added) if by_priority else (0, 0.0, self._num_added),
             token_ids=list(source.prompt_token_ids),
+            max_len=min(len(source.prompt_token_ids) + source.max_tokens, self._max_len),
             stop_token_ids=source.stop_token_ids,
         )
         self._extend_hashes(request)
@@ -101,16 +119,22 @@ class Scheduler:
             self.manager.forget(request)
         return [self._end(request, _failed(request.request_id, error)) for request in requests]
 
-    def isolate(self, request_ids: Iterable[str]) -> None:
-        """A step with these requests raised: compute each again from its start, alone in its steps until it has a token.
+    def recover(self, error: str) -> list[EngineOutput]:
+        """The oldest step in flight raised, and those after it, which build upon it, have no results either.
 
-        The runner is told to release their rows, which it may not have (the step may have failed before they entered).
+        Its request, if it had only one, fails with `error`. All others are computed again from their start, each alone in its
+        steps until it has a token. The runner is told to release their rows, which it may not have (the step may have failed
+        before they entered).
         """
-        for request in self._live(request_ids):
-            if request.status is RequestStatus.RUNNING:
-                self._requeue(request)
-                self._preempted_ids.append(request.request_id)
-                self._isolated.append(request)
+        suspects = [share.request for share in self._in_flight[0]]
+        requests = dict.fromkeys(share.request for step in self._in_flight for share in step)
+        self._in_flight.clear()
+        alone = suspects[0] if len(suspects) == 1 else None
+        outputs = self.fail([alone.request_id], error) if alone and alone.status is not RequestStatus.FINISHED else []
+        for request in requests:
+            if request.status is not RequestStatus.FINISHED:
+                self._isolate(request)
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -125,10 +149,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. Costs O(running requests), whatever their lengths."""
         step = _Step(self.config.max_num_batched_tokens, self._prompt_budget(), preempted_ids=self._preempted_ids)
-        while self._isolated and self._isolated[0].status is RequestStatus.FINISHED:
-            self._isolated.popleft()
         if self._isolated:
-            self._schedule_alone(step, self._isolated[0])
+            self._schedule_alone(step, next(iter(self._isolated)))
         else:
             self._schedule_running(step)
             if not step.has_victims:
@@ -141,29 +163,38 @@ class Scheduler:
             preempted_request_ids=step.preempted_ids,
         )
         self._finished_ids, self._preempted_ids = [], []
-        self._stats.num_scheduled_tokens += output.total_num_scheduled_tokens
+        if step.num_scheduled_tokens:
+            self._in_flight.append([self._launch(*share) for share in step.num_scheduled_tokens.items()])
         return output
 
-    def update(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineOutput]:
-        """Take a step's tokens: append them, end what is done, publish full blocks. One output per request with news."""
-        assert output.request_ids == list(scheduled.num_scheduled_tokens), "the runner answers for the batch, in its order"
-        outputs = []
-        for request_id, tokens, logprobs in zip(output.request_ids, output.token_ids, output.logprobs, strict=True):
-            request = self._requests.get(request_id)
-            if request is None:
-                continue  # aborted while it was computed
-            if request_id in output.bad_rows:
-                outputs += self.fail([request_id], "the model computed non-finite logits for this request")
+    def update(self, output: ModelRunnerOutput) -> list[EngineOutput]:
+        """Take the tokens of the oldest step in flight: append them, end what is done, publish full blocks.
+
+        One output per request with news. A step without tokens has no result.
+        """
+        shares, outputs = self._in_flight[0], []
+        asked = [share.request.request_id for share in shares]
+        assert output.request_ids == asked, "the runner answers for the batch, in its order"
+        for share, tokens, logprobs in zip(shares, output.token_ids, output.logprobs, strict=True):
+            request = share.request
+            if request.status is RequestStatus.FINISHED:
+                continue  # it ended while this was computed
+            self._stats.num_scheduled_tokens += share.num_tokens
+            request.num_in_flight_tokens -= share.samples
+            if request.request_id in output.bad_rows:
+                outputs += self.fail([request.request_id], "the model computed non-finite logits for this request")
                 continue
-            request.num_computed_tokens += scheduled.num_scheduled_tokens[request_id]
-            if not request.num_output_tokens:
-                request.prompt_logprobs += output.prompt_logprobs.get(request_id, ())
-            if news := self._append(request, tokens, logprobs):
-                outputs.append(news)
+            is_running = request.status is RequestStatus.RUNNING  # else it was preempted: its blocks are not its own any more
+            if not request.num_output_tokens and (is_running or share.samples):
+                request.prompt_logprobs += output.prompt_logprobs.get(request.request_id, ())
+            news = self._append(request, tokens, logprobs)
+            outputs += [news] if news else []
             self._extend_hashes(request)
-            self.manager.publish(request, request.num_computed_tokens)
+            if is_running:
+                self.manager.publish(request, share.end)
             if news and news.finish_reason:
                 self._end(request, news)
+        self._in_flight.popleft()
         return outputs
 
     def _live(self, request_ids: Iterable[str]) -> list[Request]:
@@ -194,7 +225,7 @@ class Scheduler:
     def _prompt_budget(self) -> int:
         """How many prompt tokens the step may take: fewer when a request waits for its next token, where that is configured."""
         limit = self.config.max_num_mixed_tokens
-        if limit and any(len(request.token_ids) - request.num_computed_tokens == 1 for request in self.running):
+        if limit and any(request.num_open_tokens == 1 for request in self.running):
             return limit
         return self.config.max_num_batched_tokens
 
@@ -230,12 +261,17 @@ class Scheduler:
         return min(num_open_tokens, step.budget)
 
     def _grow(self, step: _Step, request: Request) -> None:
-        """Schedule a running request, at the cost of those of the highest rank, which may be itself."""
-        num_open_tokens = len(request.token_ids) - request.num_computed_tokens
+        """Schedule a running request, at the cost of those of the highest rank, which may be itself.
+
+        None pays while one that needs no more steps is about to give its blocks back.
+        """
+        num_open_tokens = request.num_open_tokens
         num_tokens = self._num_tokens(step, num_open_tokens)
         if num_tokens == 0:
             return
         while (blocks := self.manager.allocate(request, num_tokens)) is None:
+            if any(other.num_open_tokens == 0 for other in self.running):
+                return
             victim = max(self.running, key=_rank)
             self._preempt(step, victim)
             if victim is request:
@@ -256,6 +292,7 @@ class Scheduler:
         blocks = self.manager.allocate(request, num_tokens, match)
         if blocks is None:
             return False
+        assert not request.num_in_flight_tokens, "what was in flight when it was preempted has arrived"
         self.waiting.remove(request)
         self.running.append(request)
         request.status = RequestStatus.RUNNING
@@ -297,8 +334,26 @@ class Scheduler:
         self.running.remove(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.prompt_logprobs.clear()  # not delivered yet: they come again
+        if not request.num_in_flight_tokens:
+            request.prompt_logprobs.clear()  # not delivered yet: they come again
         self.waiting.push(request)
+
+    def _isolate(self, request: Request) -> None:
+        """Begin again, in steps of its own until there is a token."""
+        request.num_in_flight_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            self._requeue(request)
+            self._preempted_ids.append(request.request_id)
+        request.prompt_logprobs.clear()
+        self._isolated[request] = None
+
+    def _launch(self, request_id: str, num_tokens: int) -> _Share:
+        """Count a request's tokens of the step that is scheduled now as computed, and the token that it samples as in flight."""
+        request = self._requests[request_id]
+        request.num_computed_tokens += num_tokens
+        samples = request.num_computed_tokens == request.num_tokens
+        request.num_in_flight_tokens += samples
+        return _Share(request, num_tokens, request.num_computed_tokens, samples)
 
     def _append(self, request: Request, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput | None:
         """Append sampled tokens up to the first that ends the request; None when there were none."""
@@ -315,8 +370,7 @@ class Scheduler:
         news.logprobs = None if logprobs is None else logprobs[:count]
         if is_first and request.source.sampling.prompt_logprobs is not None:
             news.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
-        if self._isolated and request in self._isolated:
-            self._isolated.remove(request)
+        self._isolated.pop(request, None)
         return news
 
     def _stop(self, request: Request) -> tuple[FinishReason | None, int | None]:
@@ -325,7 +379,7 @@ class Scheduler:
         if token in request.stop_token_ids and request.num_output_tokens >= source.sampling.min_tokens:
             is_eos = token in source.eos_token_ids and not source.sampling.ignore_eos
             return "stop", None if is_eos else token
-        if request.num_output_tokens >= source.max_tokens or len(request.token_ids) >= self._max_len:
+        if len(request.token_ids) >= request.max_len:
             return "length", None
         return None, None
 
@@ -337,6 +391,7 @@ class Scheduler:
     def _end(self, request: Request, last: EngineOutput) -> EngineOutput:
         """Release all that a request holds; its row is released by the runner in the next step."""
         self.manager.free(request)
+        self._isolated.pop(request, None)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._finished_ids.append(request.request_id)

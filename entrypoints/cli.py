@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "support": ("halfbyte.entrypoints.commands.support", "what this build supports, on which platforms"),
     "kv-plan": ("halfbyte.entrypoints.commands.kv_plan", "what each KV format makes of a given memory"),
     "kv-tune": ("halfbyte.entrypoints.commands.kv_tune", "find the KV format of each layer that costs the least accuracy"),
+    "download-kernels": ("halfbyte.entrypoints.commands.download_kernels", "install FlashInfer's finished kernels"),
     "collect-env": ("halfbyte.entrypoints.commands.collect_env", "what this machine has, for a bug report"),
 }
 
@@ -84,7 +85,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    rows = [f"  {name:<12} {does}" for name, (_, does) in COMMANDS.items()]
+    rows = [f"  {name:<16} {does}" for name, (_, does) in COMMANDS.items()]
     return "\n".join(["usage: halfbyte COMMAND [flags]", "", *rows, "", "`halfbyte COMMAND --help` shows a command's flags."])
 
 

@@ -30,6 +30,7 @@ from halfbyte.resolve import (
     kv_cache_dtype_refusal,
     load_format_refusal,
 )
+from halfbyte.resolve_execution import COMPILE_MODES, GRAPH_MODES
 
 # Keys may also come from the environment, where `ps` does not show them: the first of these that is set.
 API_KEY_VARIABLES = ("HALFBYTE_API_KEY", "VLLM_API_KEY")
@@ -165,6 +166,18 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _model("seed", "seed for the requests that bring none (default: a new one each start)", kind="integer"),
     _model("attention-backend", "which attention kernels run", choices=attention_backends, check=_check_attention_backend),
     _model("num-threads", "CPU threads (default: what affinity and cgroup quota grant)", kind="integer"),
+    _model("enforce-eager", "launch each step anew: no graphs, nothing compiled", kind="switch"),
+    _model(
+        "cudagraph-mode",
+        "which batches a GPU runs as captured graphs: auto is the most that the attention back end allows",
+        choices=lambda: GRAPH_MODES,
+    ),
+    _model(
+        "cudagraph-capture-sizes",
+        "tokens that captured batches have, to which others are padded (default: up to twice --max-num-seqs, at most 512)",
+        kind="texts",
+    ),
+    _model("compile", "native compiles the model's PyTorch with torch.compile, without graphs", choices=lambda: COMPILE_MODES),
     _cache("block-size", "tokens per KV block (default: 16)", kind="integer"),
     _cache("kv-cache-dtype", "format of cached keys and values", choices=kv_cache_dtypes, check=_check_kv_cache_dtype),
     _cache(
@@ -185,7 +198,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         choices=lambda: KV_CHECKS,
     ),
     _cache("kv-cache-memory-bytes", "exact size of the KV cache, such as 4G (default: what the memory holds)", kind="size"),
-    _cache("gpu-memory-utilization", "part of the memory to use, in (0, 1] (default: 0.92; 0.5 on a CPU)", kind="number"),
+    _cache(
+        "gpu-memory-utilization",
+        "part of a GPU's memory to use, or of what a CPU has free, in (0, 1] (default: 0.92; 0.5 on a CPU)",
+        kind="number",
+    ),
     _cache("num-gpu-blocks-override", "exact number of KV blocks (default: what the memory holds)", kind="integer"),
     _cache("enable-prefix-caching", "share KV blocks of equal prompt beginnings (default: on)", kind="switch"),
     _batch("max-num-seqs", "requests that run at once (default: 256; 64 on a CPU)", kind="size"),
@@ -200,6 +217,11 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     ),
     _batch("enable-chunked-prefill", "split long prompts over steps (default: on)", kind="switch"),
     _batch("scheduling-policy", "order of waiting requests", choices=lambda: SCHEDULING_POLICIES),
+    _batch(
+        "async-scheduling",
+        "prepare and launch the next step while a step runs; answers stay the same (default: on for GPUs, off on a CPU)",
+        kind="switch",
+    ),
     _batch("max-logprobs", "most logprobs per token that a request may ask; -1: all (default: 20)", kind="integer"),
     _batch("logprobs-mode", "what logprobs report", choices=lambda: LOGPROBS_MODES),
 )
@@ -264,7 +286,7 @@ _NO_LORA = "adapters cannot be loaded; merge them into the weights"
 _NO_TOOLS = "tools and reasoning are not parsed; read the plain text"
 _TEXT_ONLY = "models here read and write text only"
 _NO_SPECULATION = "there is no speculative decoding; leave it out"
-_NO_GRAPHS = "there is nothing compiled or captured here; leave it out"
+_OWN_GRAPH_FLAGS = "use --cudagraph-mode, --cudagraph-capture-sizes, --compile and --enforce-eager"
 _NO_QUANTIZATION = "GGUF files keep their own quantisation; --quantization int8 makes 8-bit blocks of other weights"
 _NO_TRANSFER = "KV stays in this process"
 
@@ -288,8 +310,8 @@ REFUSED_FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("--media-io-kwargs", "--language-model-only", "--allowed-local-media-path"), _TEXT_ONLY),
     **dict.fromkeys(("--allowed-media-domains", "--trust-request-mm-kwargs", "--enable-mm-embeds"), _TEXT_ONLY),
     **dict.fromkeys(("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"), _NO_SPECULATION),
-    **dict.fromkeys(("--enforce-eager", "-O", "--optimization-level", "-cc", "--compilation-config"), _NO_GRAPHS),
-    **dict.fromkeys(("--performance-mode", "--moe-backend", "--linear-backend"), _NO_GRAPHS),
+    **dict.fromkeys(("-O", "--optimization-level", "-cc", "--compilation-config", "--performance-mode"), _OWN_GRAPH_FLAGS),
+    **dict.fromkeys(("--moe-backend", "--linear-backend"), "there is one of them on each device; leave it out"),
     **dict.fromkeys(("--quantization-config",), _NO_QUANTIZATION),
     **dict.fromkeys(("--kv-transfer-config", "--kv-events-config", "--ec-transfer-config"), _NO_TRANSFER),
     **dict.fromkeys(("--kv-offloading-size", "--kv-offloading-backend", "--cpu-offload-gb"), _NO_TRANSFER),
@@ -307,7 +329,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--skip-tokenizer-init": "",
     "--enable-prompt-embeds": "",
     "--enable-sleep-mode": "",
-    "--async-scheduling": "leave it out",
     "--stream-interval": "every token is streamed; leave it out",
     "--structured-outputs-config": "",
     "--chat-template-content-format": "the template decides; leave it out",

@@ -53,10 +53,15 @@ class EngineOptions:
     max_num_mixed_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
     scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None
     max_logprobs: int | None = None
     logprobs_mode: str = "raw_logprobs"
     attention_backend: str = "auto"
     num_threads: int | None = None
+    enforce_eager: bool | None = None
+    cudagraph_mode: str = "auto"
+    cudagraph_capture_sizes: Sequence[int | str] | None = None
+    compile: str = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The token budget and its limits. Counts are per step. max_num_mixed_tokens: of prompts, beside decodes; 0: no limit."""
+    """The token budget and its limits. Counts are per step. max_num_mixed_tokens: of prompts, beside decodes; 0: no limit.
+
+    async_scheduling: a step is launched before the result of the one before it is taken.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -120,6 +128,17 @@ class SchedulerConfig:
     max_logprobs: int
     logprobs_mode: LogprobsMode
     max_num_mixed_tokens: int = 0
+    async_scheduling: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionConfig:
+    """How a step is launched. cudagraph_mode "auto" is what the attention back end allows. cudagraph_capture_sizes: tokens that
+    captured batches have, ascending; None: `model_runner.graph_plan` says. compile: "none" or "native" (torch.compile)."""
+
+    cudagraph_mode: str
+    cudagraph_capture_sizes: tuple[int, ...] | None
+    compile: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +148,7 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    execution: ExecutionConfig
     attention_backend: str
     origins: Mapping[str, str] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 from halfbyte.config import DEFAULT_MODEL, CacheConfig, DType, EngineConfig, EngineOptions, ModelConfig, SchedulerConfig
 from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.platform import Platform
+from halfbyte.resolve_execution import COMPILE_MODES, GRAPH_MODES, execution_refusals, resolve_execution
 
 AUTO_FIT = -1
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -100,13 +101,23 @@ def resolve(
     model = _resolve_model(options, facts, platform, backend, pick)
     cache = _resolve_cache(options, model.dtype, facts, platform, pick, kv_formats, kv_plan)
     scheduler = _resolve_scheduler(options, model.max_model_len, platform, pick, streams)
-    return EngineConfig(model=model, cache=cache, scheduler=scheduler, attention_backend=backend, origins=pick.origins)
+    for name, choices in (("cudagraph_mode", GRAPH_MODES), ("compile", COMPILE_MODES)):
+        _one_of(name, getattr(options, name), choices)
+    execution = resolve_execution(options, scheduler.max_num_batched_tokens, platform.device, pick)
+    return EngineConfig(
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        execution=execution,
+        attention_backend=backend,
+        origins=pick.origins,
+    )
 
 
 def config_lines(config: EngineConfig) -> list[str]:
     """The configuration as text: one line per part, each value with its origin unless that is a default."""
     lines = []
-    for title in ("model", "cache", "scheduler"):
+    for title in ("model", "cache", "scheduler", "execution"):
         part = getattr(config, title)
         names = [f.name for f in fields(part) if f.name != "layer_dtypes"]  # the runner tells of those that differ
         words = [_with_origin(name, getattr(part, name), config.origins) for name in names]
@@ -168,6 +179,7 @@ def _refusals(
         if getattr(options, name) == "int8" and not is_compiled:
             fix = f"leave {flag_of(name)} out, or use --device cpu with the cpu attention back end"
             found.append(Refusal(f"{flag_of(name)} int8 needs the compiled CPU kernels", fix))
+    found += execution_refusals(options, platform.device, _backend(options, attention_backends))
     if platform.capability is not None and platform.capability < MIN_CUDA_CAPABILITY:
         wanted, got = (f"{major}.{minor}" for major, minor in (MIN_CUDA_CAPABILITY, platform.capability))
         found.append(Refusal(f"{platform.name} has compute capability {got}, {wanted} is the least", "use --device cpu"))
@@ -340,6 +352,8 @@ def _resolve_scheduler(
         ),
         max_num_mixed_tokens=_mixed_tokens(options, chunked and streams and platform.device == "cpu", chunked, pick),
         enable_chunked_prefill=chunked,
+        # On a CPU the thread that schedules computes, too, so that nothing would overlap.
+        async_scheduling=pick("async_scheduling", options.async_scheduling, platform.device != "cpu", "platform"),
         policy=pick("policy", _given_choice(options, "scheduling_policy", SCHEDULING_POLICIES), SCHEDULING_POLICIES[0]),
         max_logprobs=pick("max_logprobs", _count(options, "max_logprobs", -1, _MAX_COUNT), DEFAULT_MAX_LOGPROBS),
         logprobs_mode=pick("logprobs_mode", _given_choice(options, "logprobs_mode", LOGPROBS_MODES), LOGPROBS_MODES[0]),
@@ -399,13 +413,15 @@ def _check_types(options: EngineOptions) -> None:
         "scheduling_policy",
         "logprobs_mode",
         "attention_backend",
+        "cudagraph_mode",
+        "compile",
     ):
         if not isinstance(getattr(options, name), str):
             raise UserError(f"{flag_of(name)} must be a text, got {getattr(options, name)!r}", param=name)
     for name in ("kv_cache_plan", "kv_calibration"):
         if not isinstance(getattr(options, name), str | None):
             raise UserError(f"{flag_of(name)} must be the name of a file, got {getattr(options, name)!r}", param=name)
-    for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling"):
         if not isinstance(getattr(options, name), bool | None):
             raise UserError(f"{flag_of(name)} must be true or false, got {getattr(options, name)!r}", param=name)
     utilization = options.gpu_memory_utilization

@@ -255,8 +255,9 @@ class SchedulerOutput:
     """One step's batch as a difference to the last: who enters, who grew, who left.
 
     num_scheduled_tokens: request_id -> tokens to compute this step (>= 1); its order is the order of the batch. A request
-    samples when computed + scheduled reaches all tokens that are known of it. Finished and preempted rows are released
-    before new rows enter. drafts: speculative tokens per request, not counted as known.
+    samples when computed + scheduled reaches all of its tokens, those that a step before sampled included, whether or not that
+    one's result is there yet. Finished and preempted rows are released before new rows enter. drafts: speculative tokens per
+    request, not counted as known.
     """
 
     new_rows: list[NewRow] = field(default_factory=list)
@@ -287,13 +288,29 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     bad_rows: frozenset[str] = frozenset()
 
+    def result(self) -> ModelRunnerOutput:
+        """An output that is there already is a `PendingOutput`, too."""
+        return self
+
+
+class PendingOutput(Protocol):
+    """The output of a step that the device may still be computing."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for it. Raises what went wrong on the device; called once, at a time when rows may have changed hands."""
+        ...
+
 
 class Runner(Protocol):
-    """All that the engine knows of a device. `execute` then `sample`, once each per step; one thread."""
+    """All that the engine knows of a device. `execute` then `sample`, once each per step; one thread.
+
+    Neither waits for the device, and steps take effect in their order: a step may be launched before the result of the one
+    before it is there, and reads that one's tokens where they are, on the device. A step without tokens is not sampled.
+    """
 
     def execute(self, scheduled: SchedulerOutput) -> None: ...
 
-    def sample(self, grammar_mask: Any | None = None) -> ModelRunnerOutput: ...
+    def sample(self, grammar_mask: Any | None = None) -> PendingOutput: ...
 
     def close(self) -> None: ...
 

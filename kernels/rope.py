@@ -39,7 +39,7 @@ def dynamic_frequencies(positions_T: Tensor, head_dim: int, theta: float, scalin
     length_T = (positions_T + 1).clamp(min=original)
     stretch_T = (factor * length_T / original) - (factor - 1)
     base_T = theta * stretch_T ** (head_dim / (head_dim - 2))
-    return 1.0 / (base_T[:, None] ** _exponents(head_dim).to(positions_T.device))
+    return 1.0 / (base_T[:, None] ** _exponents(head_dim, positions_T.device))
 
 
 def rotary_tables(positions_T: Tensor, inv_freq: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -58,8 +58,8 @@ def rotate(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     return x_TND * cos_T1D + x_TND.roll(x_TND.shape[-1] // 2, -1) * sin_T1D
 
 
-def _exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def _exponents(head_dim: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
 
 
 def _unscaled(inv_freq_F: Tensor, theta: float, scaling: Scaling) -> tuple[Tensor, float]:

@@ -19,7 +19,9 @@ from halfbyte.kvcache.spec import KVLayout
 
 
 class CacheUser(Protocol):
-    """What the manager reads of a request. `block_hashes` covers at least the full blocks of its computed tokens."""
+    """What the manager reads of a request. num_computed_tokens counts those of a step in flight; what of them can be published
+    already, the caller says. `block_hashes` covers at least the full blocks of what is published.
+    """
 
     @property
     def request_id(self) -> str: ...
@@ -137,16 +139,18 @@ class KVCacheManager:
 
         A request that holds nothing yet gets its whole table (`match`, then new blocks), provided that all tokens known of it
         fit besides what was promised to others. None: too few free blocks, nothing changed except that blocks that slid out
-        of a window were released.
+        of a window were released. Those that a step in flight fills wait there to be published, while nobody needs them.
         """
         holding = self._holdings.get(user.request_id)
         if holding is None:
             return self._admit(user, num_new_tokens, match or PrefixMatch(0, [[] for _ in self.layout.groups]))
         assert match is None, "a prefix is matched before a request holds blocks"
-        self._drop_out_of_window(holding)
         num_tokens = user.num_computed_tokens + num_new_tokens
         groups = zip(self.layout.groups, holding.tables, strict=True)
         grow = [max(0, kind.num_entries(num_tokens) - len(table)) for kind, table in groups]
+        self._drop_out_of_window(holding, keep_unpublished=True)
+        if sum(grow) + self._reserved > self.pool.num_free:
+            self._drop_out_of_window(holding, keep_unpublished=False)
         if sum(grow) > self.pool.num_free:
             return None
         self._use_reserve(holding, sum(grow), num_tokens)
@@ -299,11 +303,18 @@ class KVCacheManager:
         window = self.layout.groups[group].sliding_window
         return 0 if window is None else max(0, num_computed_tokens - window + 1)
 
-    def _drop_out_of_window(self, holding: _Holding) -> None:
-        """Replace blocks that slid out of their group's window by the null block, and release them, the last first."""
+    def _drop_out_of_window(self, holding: _Holding, *, keep_unpublished: bool) -> None:
+        """Replace blocks that slid out of their group's window by the null block, and release them, the last first.
+
+        keep_unpublished: but for the full units that are computed and not published yet.
+        """
+        num_computed_tokens = holding.user.num_computed_tokens
+        keep = keep_unpublished and self.enable_prefix_caching and holding.num_published < num_computed_tokens // self.block_size
         for group, table in enumerate(holding.tables):
-            first_needed = self._first_needed(group, holding.user.num_computed_tokens)
+            first_needed = self._first_needed(group, num_computed_tokens)
             first, end = holding.num_dropped[group], self.layout.groups[group].entry_of(first_needed)
+            if keep:
+                end = min(end, self._span(group, holding.num_published)[0])
             if end > first:
                 self.pool.release(reversed(table[first:end]))
                 table[first:end] = [NULL_BLOCK] * (end - first)

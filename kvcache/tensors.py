@@ -124,8 +124,9 @@ def view_layer(
         planes[plane.name] = pages[:, offset : offset + size].view(getattr(torch, plane.dtype)).unflatten(1, plane.shape)
         offset += size
     assert offset <= pages.shape[1], "a layer's planes must fit its page"
-    scales = scales or LayerScales.ones(spec.num_kv_heads)
-    return LayerCache(planes, kv_format, spec, scales, all_turns(turns, kv_format.rotations, spec))
+    scales = (scales or LayerScales.ones(spec.num_kv_heads)).to(pages.device)
+    all_of_them = all_turns(turns, kv_format.rotations, spec)
+    return LayerCache(planes, kv_format, spec, scales, None if all_of_them is None else all_of_them.to(pages.device))
 
 
 def _view_first(pages: Tensor, spec: KVCacheSpec, group: KVGroup) -> LayerCache | None:

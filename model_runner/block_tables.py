@@ -2,7 +2,7 @@
 
 Knows rows and block ids; knows nothing of requests. Called by the runner.
 
-Shape letters: R rows of the batch, T tokens of the step, W blocks per row.
+Shape letters: R rows of the batch, W blocks per row.
 """
 
 from __future__ import annotations
@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 
 from halfbyte.kvcache.spec import KVLayout
+from halfbyte.model_runner.device import Device
+from halfbyte.model_runner.input_kernels import TORCH_INPUTS, InputKernels, StepInputs
 from halfbyte.model_runner.staged_writes import StagedRows
 
 
 class BlockTables:
-    """One int32 table [max rows, max blocks] per KV group. Unused entries are 0, the null block."""
+    """One int32 table [max rows + 1, max blocks] per KV group. Unused entries are 0, the null block."""
 
-    def __init__(self, layout: KVLayout, max_rows: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, max_rows: int, max_model_len: int, device: Device, kernels: InputKernels = TORCH_INPUTS
+    ) -> None:
+        self._kernels = kernels
         self._groups = layout.groups
-        self._tables = [StagedRows(max_rows, group.num_entries(max_model_len), torch.int32, device) for group in layout.groups]
+        widths = [group.num_entries(max_model_len) for group in layout.groups]
+        self._tables = [StagedRows(max_rows, width, torch.int32, device, kernels) for width in widths]
         self._num_entries = np.zeros((len(layout.groups), max_rows), dtype=np.int64)
 
     def append(self, row: int, block_ids: list[list[int]]) -> None:
@@ -39,24 +45,15 @@ class BlockTables:
         for table in self._tables:
             table.apply()
 
-    def gather(self, group: int, row_R: Tensor, max_seq_len: int) -> Tensor:
+    def gather(self, group: int, inputs: StepInputs, max_seq_len: int) -> Tensor:
         """The batch's tables of one group, int32 [R, W], as wide as the longest context."""
-        return self._tables[group].tensor[row_R, : self._groups[group].num_entries(max_seq_len)]
-
-    def slots(self, group: int, row_T: Tensor, position_T: Tensor) -> Tensor:
-        """Where each token's K and V go, int64 [T]: block * block_size + offset; -1 for the group's first tokens."""
         kind = self._groups[group]
-        block_T = torch.div(position_T, kind.block_size, rounding_mode="floor")
-        table = self._tables[group].tensor
-        entry_T = (block_T + kind.entry_shift).clamp(max=table.shape[1] - 1)  # of first tokens, which have none here
-        block_id_T = table[row_T, entry_T].long()
-        slot_T = (block_id_T - block_T) * kind.block_size + position_T
-        return slot_T.masked_fill(position_T < kind.first_tokens, -1) if kind.first_tokens else slot_T
+        return self._kernels.gather_tables(self._tables[group].tensor, kind, inputs, kind.num_entries(max_seq_len))
 
-    def first_slots(self, group: int, row_T: Tensor, position_T: Tensor) -> Tensor:
-        """The same for the first tokens, block * first_block_size + offset; -1 for all others."""
-        kind = self._groups[group]
-        block_T = torch.div(position_T.clamp(max=kind.first_tokens - 1), kind.first_block_size, rounding_mode="floor")
-        block_id_T = self._tables[group].tensor[row_T, block_T].long()
-        slot_T = (block_id_T - block_T) * kind.first_block_size + position_T
-        return slot_T.masked_fill(position_T >= kind.first_tokens, -1)
+    def slots(self, group: int, inputs: StepInputs) -> Tensor:
+        """Where each token's K and V go; see `InputKernels.slots`."""
+        return self._kernels.slots(self._tables[group].tensor, self._groups[group], inputs)
+
+    def first_slots(self, group: int, inputs: StepInputs) -> Tensor:
+        """The same for the first tokens."""
+        return self._kernels.first_slots(self._tables[group].tensor, self._groups[group], inputs)

@@ -76,13 +76,18 @@ def _complaint(files: ModelFiles, config: DecoderConfig, report: LoadReport) -> 
 
 
 def _fill_randomly(model: Model, put: Callable[[WeightTarget, Tensor], None]) -> LoadReport:
-    """The same weights on every machine, near what a fresh model would have: norms about 1, the rest about 0."""
-    generator = torch.Generator().manual_seed(_DUMMY_SEED)
+    """The same weights on every machine of a kind, near what a fresh model would have: norms about 1, the rest about 0.
+
+    They are made where they stay, as billions of random numbers take a CPU minutes.
+    """
+    [kind] = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+    generator = torch.Generator(kind).manual_seed(_DUMMY_SEED)
     report = LoadReport()
     for target in weight_map(model).values():
         module = target.module
         offset = 1.0 if isinstance(module, RMSNorm) and not module.unit_offset else 0.0
-        put(target, torch.empty(target.shape).normal_(0.0, _DUMMY_SCALE, generator=generator).add_(offset))
+        numbers = torch.empty(target.shape, device=kind).normal_(0.0, _DUMMY_SCALE, generator=generator)
+        put(target, numbers.add_(offset))
         report.num_tensors += 1
     report.num_bytes = model.weight_bytes
     return report

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfbyte.kernels.sampling import penalise_, rows_at_a_time
+from halfbyte.model_runner.device import Device
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampling_rows import RowEdits
 
@@ -30,10 +31,11 @@ def edit_logits(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, grammar
     """Apply everything that the rows ask, in place. False when there was nothing to do."""
     asked = [(at, edits) for at, row in enumerate(row_R.tolist()) if (edits := rows.sampling.edits[row]) is not None]
     if asked:
-        _add_bias(logits_RV, asked)
-        _keep_allowed(logits_RV, asked)
+        _add_bias(logits_RV, rows.device, asked)
+        _keep_allowed(logits_RV, rows.device, asked)
         num_output_R = rows.num_tokens[row_R] - rows.num_prompt_tokens[row_R]
-        _delay_stop(logits_RV, [(at, edits) for at, edits in asked if num_output_R[at] < edits.min_tokens])
+        early = [(at, edits) for at, edits in asked if num_output_R[at] < edits.min_tokens]
+        _delay_stop(logits_RV, rows.device, early)
         _penalise(logits_RV, rows, row_R, [at for at, edits in asked if edits.penalises])
         _forbid_bad_words(logits_RV, rows, row_R, asked)
     if grammar_mask_RW is not None:
@@ -47,28 +49,28 @@ def unpack_bits(mask_RW: Tensor, vocab_size: int) -> Tensor:
     return ((mask_RW[:, :, None] >> bit) & 1).bool().flatten(1)[:, :vocab_size]
 
 
-def _add_bias(logits_RV: Tensor, asked: Asked) -> None:
+def _add_bias(logits_RV: Tensor, device: Device, asked: Asked) -> None:
     biased = [(at, edits.bias_ids, edits.bias_values) for at, edits in asked if edits.bias_ids is not None]
     if biased:
-        at_N, ids_N = _pairs([(at, ids) for at, ids, _ in biased])
+        at_N, ids_N = _pairs(device, [(at, ids) for at, ids, _ in biased])
         values_N = torch.cat([values for _, _, values in biased if values is not None])
         logits_RV.index_put_((at_N, ids_N), values_N, accumulate=True)
 
 
-def _keep_allowed(logits_RV: Tensor, asked: Asked) -> None:
+def _keep_allowed(logits_RV: Tensor, device: Device, asked: Asked) -> None:
     limited = [(at, edits.allowed_ids) for at, edits in asked if edits.allowed_ids is not None]
     if limited:
-        at_N, ids_N = _pairs(limited)
+        at_N, ids_N = _pairs(device, limited)
         kept_N = logits_RV[at_N, ids_N]
-        logits_RV.index_fill_(0, torch.tensor([at for at, _ in limited], device=logits_RV.device), -torch.inf)
+        logits_RV.index_fill_(0, device.upload(np.array([at for at, _ in limited], dtype=np.int64)), -torch.inf)
         logits_RV[at_N, ids_N] = kept_N
 
 
-def _delay_stop(logits_RV: Tensor, asked: Asked) -> None:
+def _delay_stop(logits_RV: Tensor, device: Device, asked: Asked) -> None:
     early = [(at, edits.stop_ids) for at, edits in asked if edits.stop_ids is not None]
     if early:
-        at_N, ids_N = _pairs(early)
-        logits_RV[at_N, ids_N] = -torch.inf
+        at_N, ids_N = _pairs(device, early)
+        logits_RV.index_put_((at_N, ids_N), logits_RV.new_full((), -torch.inf))
 
 
 def _penalise(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, at: list[int]) -> None:
@@ -78,12 +80,12 @@ def _penalise(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, at: list[
 
 
 def _penalise_some(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, at: list[int]) -> None:
-    device, row_N = logits_RV.device, row_R[at]
+    row_N = row_R[at]
     table = np.stack([np.array(at), row_N, rows.num_prompt_tokens[row_N], rows.num_tokens[row_N]])
-    at_N, index_N, num_prompt_N, num_tokens_N = torch.from_numpy(table).to(device)
+    at_N, index_N, num_prompt_N, num_tokens_N = rows.device.upload(table)
     length = int(rows.num_tokens[row_N].max())
     token_NL = rows.token_ids[index_N, :length].long()
-    position_L = torch.arange(length, device=device)
+    position_L = torch.arange(length, device=logits_RV.device)
     is_token_NL = position_L < num_tokens_N[:, None]
     is_output_NL = is_token_NL & (position_L >= num_prompt_N[:, None])
     zeros_NV = logits_RV.new_zeros(len(at), logits_RV.shape[1])
@@ -100,21 +102,20 @@ def _forbid_bad_words(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, a
     words = [(at, e.bad_prefix_WP, e.bad_last_W) for at, e in asked if e.bad_prefix_WP is not None and e.bad_last_W is not None]
     if not words:
         return
-    device = logits_RV.device
-    at_N, last_N = _pairs([(at, last) for at, _, last in words])
+    at_N, last_N = _pairs(rows.device, [(at, last) for at, _, last in words])
     width = max(prefix.shape[1] for _, prefix, _ in words)
     prefix_NP = torch.cat([F.pad(prefix, (width - prefix.shape[1], 0), value=-1) for _, prefix, _ in words])
-    table = torch.from_numpy(np.stack([row_R, rows.num_prompt_tokens[row_R], rows.num_tokens[row_R]])).to(device)
+    table = rows.device.upload(np.stack([row_R, rows.num_prompt_tokens[row_R], rows.num_tokens[row_R]]))
     row_N, num_prompt_N, num_tokens_N = table[:, at_N]
-    position_NP = num_tokens_N[:, None] - width + torch.arange(width, device=device)
+    position_NP = num_tokens_N[:, None] - width + torch.arange(width, device=logits_RV.device)
     token_NP = rows.token_ids[row_N[:, None], position_NP.clamp(min=0)]
     token_NP = token_NP.masked_fill(position_NP < num_prompt_N[:, None], -2)  # equal to no token and no padding
     matches_N = ((prefix_NP == token_NP) | (prefix_NP == -1)).all(1)
     logits_RV.index_put_((at_N, last_N), torch.where(matches_N, -torch.inf, 0.0).to(logits_RV), accumulate=True)
 
 
-def _pairs(lists: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+def _pairs(device: Device, lists: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
     """(place, token id) of every token in every row's list."""
     at = np.repeat([at for at, _ in lists], [len(ids) for _, ids in lists])
     ids_N = torch.cat([ids for _, ids in lists])
-    return torch.from_numpy(at).to(ids_N.device), ids_N
+    return device.upload(at), ids_N

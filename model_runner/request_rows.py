@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.model_runner.device import Device
+from halfbyte.model_runner.input_kernels import TORCH_INPUTS, InputKernels
 from halfbyte.model_runner.sampling_rows import SamplingRows
 from halfbyte.model_runner.staged_writes import StagedRows
 from halfbyte.types import NewRow
@@ -26,13 +28,16 @@ class RequestRows:
     `add` and `release` take effect on the device at the next `apply`; the host's counts are current at once.
     """
 
-    def __init__(self, max_rows: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, vocab_size: int, device: Device, kernels: InputKernels = TORCH_INPUTS
+    ) -> None:
+        self.device = device
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int64)
         self.requests: list[NewRow | None] = [None] * max_rows
-        self.sampling = SamplingRows(max_rows, vocab_size, device)
-        self._tokens = StagedRows(max_rows, max_model_len, torch.int32, device)
+        self.sampling = SamplingRows(max_rows, vocab_size, device, kernels)
+        self._tokens = StagedRows(max_rows, max_model_len, torch.int32, device, kernels)
         self._row_of: dict[str, int] = {}
         self._free = list(reversed(range(max_rows)))
 
@@ -41,7 +46,7 @@ class RequestRows:
 
     @property
     def token_ids(self) -> Tensor:
-        """int32 [max rows, L]; zero beyond a row's tokens."""
+        """int32 [max rows + 1, L]; zero beyond a row's tokens, and in the spare row."""
         return self._tokens.tensor
 
     def add(self, new: NewRow) -> int:
@@ -60,8 +65,7 @@ class RequestRows:
         row = self._row_of.pop(request_id, None)
         if row is None:
             return None
-        # One more than its tokens: a row of non-finite logits may have been given one that does not count.
-        self._tokens.clear(row, min(int(self.num_tokens[row]) + 1, self._tokens.width))
+        self._tokens.clear(row, min(int(self.num_tokens[row]), self._tokens.width))
         self.sampling.clear(row)
         self.requests[row] = None
         self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
@@ -89,7 +93,7 @@ class RequestRows:
         at_R = self.num_tokens[row_R]
         fits_R = at_R < self._tokens.width
         if not fits_R.all():
-            row_R, at_R, token_R = row_R[fits_R], at_R[fits_R], token_R[torch.from_numpy(fits_R).to(token_R.device)]
-        index = torch.from_numpy(np.stack([row_R, at_R])).to(token_R.device)
+            row_R, at_R, token_R = row_R[fits_R], at_R[fits_R], token_R[self.device.upload(np.flatnonzero(fits_R))]
+        index = self.device.upload(np.stack([row_R, at_R]))
         self.token_ids[index[0], index[1]] = token_R.int()
         self.num_tokens[row_R] += 1

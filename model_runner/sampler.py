@@ -22,11 +22,12 @@ from halfbyte.model_runner.logit_edits import edit_logits
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampling_rows import SamplingNumbers
 
-# A row that its candidates do not settle gets so many times more.
+# A row that its candidates do not settle gets so many times more, if the host may look whether they do.
 _WIDEN = 16
 
-# Candidates that are filtered at a time.
-_MAX_CANDIDATES = 1 << 20
+# Candidates that are filtered at a time: where they should stay in a CPU's caches, and elsewhere.
+_MAX_CANDIDATES_HOST = 1 << 20
+_MAX_CANDIDATES = 1 << 24
 
 
 class SamplingKernels(Protocol):
@@ -124,48 +125,56 @@ class Sampler:
         if len(at := np.flatnonzero(is_random & ~is_filtered)):
             self._choose(logits_RV, row_R, at, token_R)
         left, width = np.flatnonzero(is_random & is_filtered), min(SLICE + 1, logits_RV.shape[1])
+        if not self._rows.device.is_host:
+            is_bounded = sampling.is_bounded[row_R[left]]
+            self._filter(logits_RV, row_R, left[is_bounded], width, token_R)
+            left, width = left[~is_bounded], logits_RV.shape[1]
         while len(left):
-            step = max(1, _MAX_CANDIDATES // width)
-            pieces = [left[start : start + step] for start in range(0, len(left), step)]
-            left = np.concatenate([self._choose_filtered(logits_RV, row_R, piece, width, token_R) for piece in pieces])
+            left = self._filter(logits_RV, row_R, left, width, token_R)
             width = min(_WIDEN * width, logits_RV.shape[1])
         return Sampled(token_R, finite_R, logits_RV if self._keep_processed else None)
 
     def _choose(self, logits_RV: Tensor, row_R: np.ndarray, at: np.ndarray, token_R: Tensor) -> None:
         """Fill in the tokens of the rows `at`, which have no filters."""
-        at_N, position_N, numbers = self._asked(row_R, at, logits_RV.device)
+        at_N, position_N, numbers = self._asked(row_R, at)
         temperature_N = numbers.temperature_R
         token_R[at_N] = self._kernels.noisy_best(logits_RV, at_N, temperature_N, numbers.seed_R, position_N)
         if self._keep_processed:
             logits_RV[at_N] /= temperature_N[:, None]
 
+    def _filter(self, logits_RV: Tensor, row_R: np.ndarray, at: np.ndarray, width: int, token_R: Tensor) -> np.ndarray:
+        """`_choose_filtered` for as many rows at a time as should be."""
+        step = max(1, (_MAX_CANDIDATES_HOST if self._rows.device.is_host else _MAX_CANDIDATES) // width)
+        pieces = [at[start : start + step] for start in range(0, len(at), step)]
+        return np.concatenate([at[:0], *(self._choose_filtered(logits_RV, row_R, piece, width, token_R) for piece in pieces)])
+
     def _choose_filtered(self, logits_RV: Tensor, row_R: np.ndarray, at: np.ndarray, width: int, token_R: Tensor) -> np.ndarray:
         """Fill in the tokens of the rows `at` from their best `width`; returns those of `at` that need more candidates."""
-        device, vocab_size = logits_RV.device, logits_RV.shape[1]
+        device, vocab_size = self._rows.device, logits_RV.shape[1]
         is_bounded_N = self._rows.sampling.is_bounded[row_R[at]]
-        at_N, position_N, numbers = self._asked(row_R, at, device)
+        at_N, position_N, numbers = self._asked(row_R, at)
         values_NK, ids_NK = self._kernels.ordered_top(logits_RV, at_N, numbers.temperature_R, width)
         # Filters compare masses with each other: where top-k says what the whole is, any normaliser serves.
         normaliser_N = values_NK[:, 0].double()
         if not is_bounded_N.all():
-            loose = torch.from_numpy(np.flatnonzero(~is_bounded_N)).to(device)
+            loose = device.upload(np.flatnonzero(~is_bounded_N))
             normaliser_N[loose] = self._kernels.log_normaliser(logits_RV, at_N[loose], numbers.temperature_R[loose])
         count_N, settled_N = count_kept(values_NK, normaliser_N, numbers.top_k_R, numbers.top_p_R, numbers.min_p_R, vocab_size)
-        values_NK.masked_fill_(torch.arange(width, device=device) >= count_N[:, None], -torch.inf)
+        values_NK.masked_fill_(torch.arange(width, device=device.place) >= count_N[:, None], -torch.inf)
         noise_NK = self._kernels.gumbel_noise(numbers.seed_R, position_N, ids_NK)
         chosen_N1 = noise_NK.add_(values_NK).argmax(1, keepdim=True)
         token_R[at_N] = ids_NK.gather(1, chosen_N1)[:, 0]
-        # The device is asked only if it matters: this waits for it.
         is_last = width == vocab_size or is_bounded_N.all()
-        settled = np.ones(len(at), dtype=bool) if is_last else settled_N.cpu().numpy()
+        # Only the host's own memory comes here with rows that are not settled: elsewhere looking would wait for the device.
+        settled = np.ones(len(at), dtype=bool) if is_last else settled_N.numpy()
         if self._keep_processed:
-            done = torch.from_numpy(np.flatnonzero(settled)).to(device)
-            dropped_NV = torch.full((len(done), vocab_size), -torch.inf, device=device)
+            done = device.upload(np.flatnonzero(settled))
+            dropped_NV = torch.full((len(done), vocab_size), -torch.inf, device=device.place)
             logits_RV[at_N[done]] = dropped_NV.scatter_(1, ids_NK[done], values_NK[done])
         return at[~settled]
 
-    def _asked(self, row_R: np.ndarray, at: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, SamplingNumbers]:
+    def _asked(self, row_R: np.ndarray, at: np.ndarray) -> tuple[Tensor, Tensor, SamplingNumbers]:
         """(places, positions of the new tokens, what the rows ask) of the rows `at` of the batch, on the device."""
         row_N = row_R[at]
-        table = torch.from_numpy(np.stack([at, self._rows.num_tokens[row_N], row_N])).to(device)
+        table = self._rows.device.upload(np.stack([at, self._rows.num_tokens[row_N], row_N]))
         return table[0], table[1], self._rows.sampling.gather(table[2])

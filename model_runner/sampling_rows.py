@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.sampling import SLICE
+from halfbyte.model_runner.device import Device
+from halfbyte.model_runner.input_kernels import TORCH_INPUTS, InputKernels
 from halfbyte.model_runner.staged_writes import StagedRows
 from halfbyte.types import NewRow
 
@@ -57,15 +59,15 @@ class SamplingRows:
     """Indexed by row. is_greedy, is_filtered (top-p, top-k or min-p), is_bounded (the first SLICE candidates settle it) and
     edits are on the host."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: Device, kernels: InputKernels = TORCH_INPUTS) -> None:
         self.vocab_size = vocab_size
         self.is_greedy = np.zeros(max_rows, dtype=bool)
         self.is_filtered = np.zeros(max_rows, dtype=bool)
         self.is_bounded = np.zeros(max_rows, dtype=bool)
         self.edits: list[RowEdits | None] = [None] * max_rows
         self._device = device
-        self._numbers = StagedRows(max_rows, len(_NUMBERS), torch.float64, device)
-        self._integers = StagedRows(max_rows, 2, torch.int64, device)
+        self._numbers = StagedRows(max_rows, len(_NUMBERS), torch.float64, device, kernels)
+        self._integers = StagedRows(max_rows, 2, torch.int64, device, kernels)
 
     def add(self, row: int, new: NewRow) -> None:
         params = new.sampling
@@ -112,7 +114,7 @@ class SamplingRows:
         bad_prefix_WP, bad_last_W = self._bad_words(bad_words) if bad_words else (None, None)
         return RowEdits(
             bias_ids=self._tensor(list(bias)) if bias else None,
-            bias_values=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device) if bias else None,
+            bias_values=self._device.upload(np.array(list(bias.values()), dtype=np.float32)) if bias else None,
             allowed_ids=None if params.allowed_token_ids is None else self._ids(params.allowed_token_ids),
             stop_ids=self._ids(new.stop_token_ids) if delays_stop else None,
             bad_prefix_WP=bad_prefix_WP,
@@ -131,4 +133,4 @@ class SamplingRows:
         return self._tensor(sorted({token for token in token_ids if 0 <= token < self.vocab_size}))
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return self._device.upload(np.array(values, dtype=np.int64))

@@ -11,15 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.model_runner.device import Device
+from halfbyte.model_runner.input_kernels import TORCH_INPUTS, InputKernels
+
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
 
 
 class StagedRows:
-    """`tensor` [rows, width], zero at first. `write` and `clear` take effect at the next `apply`."""
+    """`tensor` [rows + 1, width], zero at first. `write` and `clear` take effect at the next `apply`.
 
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    The last row is spare: nobody's, zero for ever, for the padding of batches.
+    """
+
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, device: Device, kernels: InputKernels = TORCH_INPUTS
+    ) -> None:
+        self._device = device
+        self._kernels = kernels
         self._numpy = _NUMPY[dtype]
-        self.tensor = _zeros(num_rows, width, dtype, device)
+        self.tensor = _zeros(num_rows + 1, width, dtype, device)
         self._writes: list[tuple[int, int, np.ndarray]] = []
         self._cleared: dict[int, int] = {}
 
@@ -40,21 +50,24 @@ class StagedRows:
 
     def apply(self) -> None:
         """Clears first, then writes: at most one operation each, however many edits there are."""
-        device = self.tensor.device
         if self._cleared:
-            index = torch.tensor(list(self._cleared), device=device)
-            self.tensor[:, : max(self._cleared.values())].index_fill_(0, index, 0)
+            index = self._device.upload(np.array(list(self._cleared), dtype=np.int64))
+            self._kernels.clear_rows(self.tensor, index, max(self._cleared.values()))
             self._cleared.clear()
         if self._writes:
-            spans = [np.arange(len(values)) + (row * self.width + start) for row, start, values in self._writes]
-            index = torch.from_numpy(np.concatenate(spans)).to(device)
-            values = torch.from_numpy(np.concatenate([values for _, _, values in self._writes])).to(device)
-            self.tensor.view(-1)[index] = values
+            edits, num_values = [], 0
+            for row, start, values in self._writes:
+                edits.append((row, start, len(values), num_values))
+                num_values += len(values)
+            values = np.concatenate([values for _, _, values in self._writes])
+            self._kernels.write_rows(
+                self.tensor, self._device.upload(np.array(edits, dtype=np.int64)), self._device.upload(values)
+            )
             self._writes.clear()
 
 
-def _zeros(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(num_rows: int, width: int, dtype: torch.dtype, device: Device) -> Tensor:
     """On a CPU numpy leaves the zeroing to the system, page by page on first use: rows that nobody uses cost nothing."""
-    if device.type == "cpu":
+    if device.is_host:
         return torch.from_numpy(np.zeros((num_rows, width), dtype=_NUMPY[dtype]))
-    return torch.zeros(num_rows, width, dtype=dtype, device=device)
+    return torch.zeros(num_rows, width, dtype=dtype, device=device.place)

@@ -19,7 +19,7 @@ from halfbyte.platform import available_memory_bytes, detect_platform
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "numpy"),
     *("fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop", "msgspec", "pyzmq"),
-    *("triton", "flashinfer-python", "llmcompressor"),
+    *("triton", "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "flash-attn", "llmcompressor"),
 )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.config import EngineOptions
-from halfbyte.engine.build import resolve_all
+from halfbyte.engine.build import absent_backends, resolve_all
 from halfbyte.engine.front import find_model
 from halfbyte.engine.kv_plan import write_plan
 from halfbyte.engine.kv_tuning import Bits, Budget, Judged, Room, Tuning, tune
@@ -24,7 +24,6 @@ from halfbyte.entrypoints.flag_table import ENGINE_FLAGS, LOG_LEVEL, REFUSED_FLA
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
 from halfbyte.entrypoints.kv_plan.units import parse_bytes
 from halfbyte.errors import HalfbyteError, UserError
-from halfbyte.kernels.attention import BACKENDS
 from halfbyte.model_runner.decoder_config import config_from_files
 from halfbyte.platform import detect_platform
 from halfbyte.resolve import AUTO_FIT
@@ -103,7 +102,8 @@ def _room(num_tokens: int, memory_bytes: int, options: EngineOptions) -> Room:
     """For requests as long as the engine will allow them; where that follows from the memory, as long as all tokens together."""
     files = find_model(options.model, options)
     decoder = config_from_files(files, options.hf_overrides or {})
-    config = resolve_all(options, files, decoder, detect_platform(options.device), tuple(BACKENDS))
+    platform = detect_platform(options.device)
+    config = resolve_all(options, files, decoder, platform, absent_backends(platform))
     longest = min(decoder.max_position, num_tokens) if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
     return Room(num_tokens, memory_bytes, longest, config.scheduler.max_num_batched_tokens)
 

@@ -35,7 +35,8 @@ _PLAIN_LAYER = (16, 8, 128, 128, 16)
 _MLA_LAYER = (128, 1, 576, 512, 64)
 
 _LEGEND = (
-    "N: read natively, by a vendor's kernels. K: through our kernels, made for the format. "
+    "N: read natively, by a vendor's kernels; as K where their package is not installed. "
+    "K: through our kernels, made for the format. "
     "L: through our kernels, the format's law in PyTorch (`reference`): right, and slow. -: refused. sm: CUDA, gfx: ROCm. "
     "`*_ds_mla` are for models with MLA: one latent of 512 + 64 numbers. "
     "`halfbyte support --platform P --kv-cache-dtype F` says who reads, or why nobody does."

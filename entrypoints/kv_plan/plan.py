@@ -120,7 +120,7 @@ def plan_format(name: str, question: Question) -> FormatPlan | RefusedFormat:
     options, files, decoder, platform = question.options, question.files, question.decoder, question.platform
     config = resolved(replace(options, kv_cache_dtype=name), files, decoder, platform)
     try:
-        reader = choose_backend(config, files, decoder, platform, options.attention_backend, tuple(BACKENDS))
+        reader = choose_backend(config, files, decoder, platform, options.attention_backend)
         layout = kv_layout(replace(config, attention_backend=reader.backend), decoder)
     except UnsupportedError as error:
         return RefusedFormat(name, error.refusals)

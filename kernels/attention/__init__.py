@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 BACKENDS: dict[str, str] = {
     "cpu": "halfbyte.kernels.attention.cpu:CpuBackend",
+    "flashinfer": "halfbyte.kernels.attention.flashinfer.backend:FlashInferBackend",
+    "flash_attn": "halfbyte.kernels.attention.flash_attn:FlashAttnBackend",
+    "triton": "halfbyte.kernels.attention.triton:TritonBackend",
     "reference": "halfbyte.kernels.attention.reference:ReferenceBackend",
 }
 

@@ -48,6 +48,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     num_decodes: int  # requests with one token in this step
+    group: int = 0  # which KV group of the layout this is
     first: FirstTokens | None = None  # where the first tokens of sequences are kept apart
     plan: Any = None  # what the back end's `prepare` made
 

@@ -13,13 +13,14 @@ from typing import Literal
 
 from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.kernels.attention import BACKENDS, get_backend
-from halfbyte.kernels.attention.vendors import VENDORS, LayerFacts, vendor_refusal
+from halfbyte.kernels.attention.vendors import VENDORS, LayerFacts, priority, vendor_refusal
 from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.platform import Platform
 from halfbyte.resolve import MLA_RECORD
 
 AUTO = "auto"
+_NOTHING: Mapping[str, Refusal] = {}
 
 # The formats that hold the latent of MLA as one plain vector, beside the records made for it.
 _MLA_PLAIN = frozenset({"bfloat16", "float16", "float32", "fp8_e4m3"})
@@ -57,19 +58,19 @@ def read_by(backend: str, platform: Platform, kv_format: str, layer: LayerFacts)
 
 
 def readings(
-    platform: Platform, kv_format: str, layers: Sequence[LayerFacts], backends: Sequence[str] | None = None
+    platform: Platform, kv_format: str, layers: Sequence[LayerFacts], absent: Mapping[str, Refusal] = _NOTHING
 ) -> dict[str, Reader | Refusal]:
-    """What each back end says of a model with these kinds of layers: those of the build in its order, then the other vendors'.
+    """What each back end says of a model with these kinds of layers: the platform's in its order, then all others.
 
-    A back end runs all layers or none. backends: those that the machine has (default: all of the build).
+    A back end runs all layers or none. absent: those of the build that the machine cannot run, and why; what a back end cannot
+    do anyway is said first.
     """
-    have = tuple(BACKENDS) if backends is None else tuple(backends)
     found: dict[str, Reader | Refusal] = {}
-    for name in dict.fromkeys((*BACKENDS, *VENDORS)):
+    preferred = (name for name in priority(platform) if name in BACKENDS)
+    for name in dict.fromkeys((*preferred, *BACKENDS, *VENDORS)):
         answers = [read_by(name, platform, kv_format, layer) for layer in layers]
-        if name in BACKENDS and name not in have:
-            answers = [Refusal(f"{name}: this machine does not have it", f"this machine has {', '.join(have)}")]
-        found[name] = next((answer for answer in answers if isinstance(answer, Refusal)), answers[0])
+        refusal = next((answer for answer in answers if isinstance(answer, Refusal)), absent.get(name))
+        found[name] = answers[0] if refusal is None else refusal
     return found
 
 
@@ -78,24 +79,24 @@ def select(
     kv_format: str,
     layers: Sequence[LayerFacts],
     asked: str = AUTO,
-    backends: Sequence[str] | None = None,
+    absent: Mapping[str, Refusal] = _NOTHING,
 ) -> Reader:
     """The back end that runs: the one that was asked for, or the best that does not refuse.
 
-    Best: a reader made for the format before one that decodes first, then the order of `BACKENDS`. UnsupportedError with the
+    Best: a reader made for the format before one that decodes first, then the platform's `priority`. UnsupportedError with the
     reason of each back end, or of the one that was asked for; UserError for a name that is none.
     """
-    return select_for_all(platform, {kv_format: layers}, asked, backends)
+    return select_for_all(platform, {kv_format: layers}, asked, absent)
 
 
 def select_for_all(
     platform: Platform,
     layers: Mapping[str, Sequence[LayerFacts]],
     asked: str = AUTO,
-    backends: Sequence[str] | None = None,
+    absent: Mapping[str, Refusal] = _NOTHING,
 ) -> Reader:
     """`select` for a model whose layers, here by their KV format, differ in it: one back end runs them all."""
-    by_format = [readings(platform, name, list(dict.fromkeys(each)), backends) for name, each in layers.items()]
+    by_format = [readings(platform, name, list(dict.fromkeys(each)), absent) for name, each in layers.items()]
     names = [name for name in by_format[0] if asked in (AUTO, name)]
     if not names:
         possible = ", ".join((AUTO, *BACKENDS))

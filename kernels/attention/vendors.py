@@ -15,12 +15,13 @@ from halfbyte.errors import Refusal
 
 if TYPE_CHECKING:
     from halfbyte.kernels.attention.base import AttentionSpec
+    from halfbyte.platform import Platform
 
 _AMPERE = frozenset({"sm80", "sm86", "sm89"})
-_SM90 = frozenset({"sm90"})
-_SM10X = frozenset({"sm100", "sm103"})
-_SM12X = frozenset({"sm120", "sm121"})
-_CUDA = _AMPERE | _SM90 | _SM10X | _SM12X
+SM90 = frozenset({"sm90"})
+SM10X = frozenset({"sm100", "sm103"})
+SM12X = frozenset({"sm120", "sm121"})
+_CUDA = _AMPERE | SM90 | SM10X | SM12X
 _CDNA3 = frozenset({"gfx942", "gfx950"})
 
 _ANY: frozenset[str] = frozenset()
@@ -94,22 +95,22 @@ _ONLY_MLA = Limit(lambda layer: not layer.is_mla, "attention without MLA not sup
 VENDORS: Mapping[str, Vendor] = {
     "flashinfer": Vendor(
         "FlashInfer 0.7: fa2, XQA and trtllm-gen",
-        dict.fromkeys((*_DENSE16, _FP8, "fp8_e5m2", "nvfp4"), _CUDA) | {"nvfp4_4over6": _SM10X},
+        dict.fromkeys((*_DENSE16, _FP8, "fp8_e5m2", "nvfp4"), _CUDA) | {"nvfp4_4over6": SM10X},
         (
             _NO_MLA,
             _heads_other_than(64, 128, 256, 512),
-            _blocks_other_than(16, 32, 64, platforms=_CUDA - _SM10X),
-            _blocks_other_than(16, 32, 64, 128, 256, 512, 1024, platforms=_SM10X),
+            _blocks_other_than(16, 32, 64, platforms=_CUDA - SM10X),
+            _blocks_other_than(16, 32, 64, 128, 256, 512, 1024, platforms=SM10X),
             Limit(
                 lambda layer: layer.attention.head_dim == 64,
                 "head size 64 not supported with {format} on {platform}: its fa2 prefill misreads such blocks",
-                _CUDA - _SM10X,
+                _CUDA - SM10X,
                 _NVFP4,
             ),
             Limit(
                 lambda layer: layer.attention.sinks,
                 "sinks not supported with {format} on {platform}: its prefill with sinks takes no block scales",
-                _CUDA - _SM10X,
+                _CUDA - SM10X,
                 _NVFP4,
             ),
             Limit(lambda layer: not layer.is_causal, "non-causal not supported with {format}", formats=_NVFP4),
@@ -124,7 +125,7 @@ VENDORS: Mapping[str, Vendor] = {
     ),
     "flash_attn": Vendor(
         "FlashAttention 2, 3 (SM90) and 4 (SM10x)",
-        dict.fromkeys(_DENSE16, _CUDA) | {_FP8: _SM90 | _SM10X},
+        dict.fromkeys(_DENSE16, _CUDA) | {_FP8: SM90 | SM10X},
         (
             _NO_MLA,
             Limit(
@@ -132,18 +133,18 @@ VENDORS: Mapping[str, Vendor] = {
                 "head size {head_dim} not supported",
             ),
             Limit(lambda layer: bool(layer.block_size % 16), "block size {block_size} not supported", fix="use --block-size 16"),
-            Limit(lambda layer: layer.attention.sinks, "sinks not supported on {platform}", _AMPERE | _SM12X),
+            Limit(lambda layer: layer.attention.sinks, "sinks not supported on {platform}", _AMPERE | SM12X),
         ),
         {_FP8: "FP8 KV needs its version 3 (SM90) or 4 (SM10x)"},
     ),
     "flashinfer_mla": Vendor(
         "FlashInfer's MLA kernels of SM10x",
-        dict.fromkeys((*_DENSE16, _FP8), _SM10X),
+        dict.fromkeys((*_DENSE16, _FP8), SM10X),
         (_ONLY_MLA, _heads_other_than(_LATENT_DIM), _blocks_other_than(32, 64)),
     ),
     "flashmla": Vendor(
         "FlashMLA, dense and sparse",
-        dict.fromkeys((*_DENSE16, _FP8, "fp8_ds_mla"), _SM90 | _SM10X) | {"nvfp4_ds_mla": _SM10X},
+        dict.fromkeys((*_DENSE16, _FP8, "fp8_ds_mla"), SM90 | SM10X) | {"nvfp4_ds_mla": SM10X},
         (_ONLY_MLA, _heads_other_than(_LATENT_DIM), _blocks_other_than(64)),
     ),
     "aiter": Vendor(
@@ -167,6 +168,21 @@ VENDORS: Mapping[str, Vendor] = {
         ),
     ),
 }
+
+# The order in which `auto` asks the back ends of a platform, by its architecture or else its device; a reader made for the format
+# comes before the law in PyTorch whatever the order.
+_ON_CUDA = ("flash_attn", "flashinfer", "triton", "reference")
+PRIORITIES: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "reference"),
+    "rocm": ("triton", "reference"),
+    "cuda": _ON_CUDA,
+    **dict.fromkeys(SM10X, ("flashinfer", "flash_attn", "triton", "reference")),
+}
+
+
+def priority(platform: Platform) -> tuple[str, ...]:
+    """The back ends that may run there, the best first."""
+    return PRIORITIES.get(platform.architecture, PRIORITIES[platform.device])
 
 
 def vendor_refusal(name: str, platform: str, kv_format: str, layer: LayerFacts) -> Refusal | None:

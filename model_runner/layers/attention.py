@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfbyte.kernels.attention.base import AttentionBackend, AttentionSpec
-from halfbyte.kernels.rope import rotate
+from halfbyte.kernels.norm import HeadNorms
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.linear import Linear
 from halfbyte.model_runner.layers.norm import RMSNorm
 from halfbyte.model_runner.layers.rotary import RotaryTables
+from halfbyte.model_runner.layers.weights import KernelModule
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.program import Program
@@ -37,7 +37,7 @@ def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     )
 
 
-class Attention(nn.Module):
+class Attention(KernelModule):
     """Rotary attention with grouped kv heads over the paged cache."""
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend) -> None:
@@ -58,13 +58,15 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
         qkv_TND = self.qkv_proj(x_TE).unflatten(-1, (-1, self.spec.head_dim))
         qk_TND, v_TGD = qkv_TND.split((num_heads + num_kv_heads, num_kv_heads), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk_TND = torch.cat((self.q_norm(qk_TND[:, :num_heads]), self.k_norm(qk_TND[:, num_heads:])), 1)
-        q_THD, k_TGD = rotate(qk_TND, *rotary).split((num_heads, num_kv_heads), 1)
-        metadata = context.metadata[context.group_of_layer[self.layer]]
-        out_THD = self.backend.forward(q_THD, k_TGD, v_TGD, context.caches[self.layer], metadata, self.spec)
+        q_THD, k_TGD = self.kernels.rotate(qk_TND, *rotary, self._head_norms).split((num_heads, num_kv_heads), 1)
+        out_THD = context.attend(self, q_THD, k_TGD, v_TGD)
         out_TE: Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
+
+    @property
+    def _head_norms(self) -> HeadNorms | None:
+        q, k = self.q_norm, self.k_norm
+        return None if q is None or k is None else HeadNorms(q.weight, k.weight, self.spec.num_heads, q.eps, q.unit_offset)
 
     def record(self, program: Program, x: int, rotation: int, context: ForwardContext, out: int, *, adds: bool = False) -> None:
         spec = self.spec

@@ -1,14 +1,28 @@
 """What a forward pass needs beside tokens and positions: the step's attention metadata and the layers' caches.
 
-Made by the runner once per step and passed down as an argument; layers read it and keep nothing.
+Made by the runner once per step and passed down as an argument; layers read it and keep nothing. Whoever wants to do something
+else where layers attend (`device_graphs` does) overrides `attend`.
+
+Shape letters: T tokens, H heads, G kv heads, D head dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from halfbyte.kernels.attention.base import AttentionMetadata
+from torch import Tensor
+
+from halfbyte.kernels.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from halfbyte.kvcache.tensors import LayerCache
+
+
+class AttentionLayer(Protocol):
+    """A layer that attends: its number in the model, what it asks, and who computes it."""
+
+    layer: int
+    spec: AttentionSpec
+    backend: AttentionBackend
 
 
 @dataclass(slots=True)
@@ -18,3 +32,8 @@ class ForwardContext:
     metadata: list[AttentionMetadata]
     caches: list[LayerCache]
     group_of_layer: list[int]
+
+    def attend(self, layer: AttentionLayer, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Write the layer's K and V, and attend to what is cached: out_THD, with the head dim of v."""
+        metadata = self.metadata[self.group_of_layer[layer.layer]]
+        return layer.backend.forward(q_THD, k_TGD, v_TGD, self.caches[layer.layer], metadata, layer.spec)

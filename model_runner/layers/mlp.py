@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.activation import GATED_ACTIVATIONS
 from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.layers.linear import Linear
+from halfbyte.model_runner.layers.weights import KernelModule
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.program import Program
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(KernelModule):
     """down(act(gate(x)) * up(x)); gate and up are one matrix."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -29,12 +30,11 @@ class GatedMLP(nn.Module):
         inner = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias)
         self.down_proj = Linear(inner, {"down_proj": config.hidden_size}, bias=config.mlp_bias)
-        self.activation = GATED_ACTIVATIONS[config.hidden_act]
         self.hidden_act = config.hidden_act
         self.inner = inner
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        out_TE: Tensor = self.down_proj(self.activation(self.gate_up_proj(x_TE)))
+        out_TE: Tensor = self.down_proj(self.kernels.gated(self.hidden_act, self.gate_up_proj(x_TE)))
         return out_TE
 
     def record(self, program: Program, x: int, out: int, *, adds: bool = False) -> None:

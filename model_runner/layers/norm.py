@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfbyte.kernels.norm import rms_norm
-from halfbyte.model_runner.layers.weights import weight
+from halfbyte.model_runner.layers.weights import KernelModule, weight
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.program import Program
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(KernelModule):
     """Normalises the last dimension. unit_offset: the stored weight w means 1 + w (Gemma)."""
 
     def __init__(self, num_channels: int, eps: float, unit_offset: bool = False) -> None:
@@ -26,7 +25,11 @@ class RMSNorm(nn.Module):
         self.unit_offset = unit_offset
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return rms_norm(x_TE, self.weight, self.eps, self.unit_offset)
+        return self.kernels.rms_norm(x_TE, self.weight, self.eps, self.unit_offset)
+
+    def after_sum(self, x_TE: Tensor, added_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + added, its norm)."""
+        return self.kernels.add_rms_norm(x_TE, added_TE, self.weight, self.eps, self.unit_offset)
 
     @property
     def factors(self) -> Tensor:

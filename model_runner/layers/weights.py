@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.kernels.layers import TORCH_LAYERS, LayerKernels, layer_kernels
 from halfbyte.kernels.linear import prepack
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ _DERIVED = (".rotary_emb.inv_freq",)
 def weight(*shape: int) -> nn.Parameter:
     """Declares a parameter. It has no memory until `materialise`."""
     return nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+
+
+class KernelModule(nn.Module):
+    """A module that computes with the kernels of its device, which `materialise` gives it: the laws until then."""
+
+    kernels: LayerKernels = TORCH_LAYERS
 
 
 class MatrixModule(nn.Module):
@@ -151,9 +158,13 @@ def weight_bytes(model: nn.Module) -> int:
 def materialise(model: nn.Module, dtype: torch.dtype, device: torch.device | str, *, matrices: bool = True) -> None:
     """Gives every parameter uninitialised memory of `dtype` on `device`, and moves the (computed) buffers there.
 
-    matrices: whether those of a MatrixModule get theirs too, or wait for their packed form.
+    Modules that compute get the kernels of the device, which may raise UnsupportedError. matrices: whether those of a
+    MatrixModule get their memory too, or wait for their packed form.
     """
+    kernels = layer_kernels(device)
     for module in model.modules():
+        if isinstance(module, KernelModule):
+            module.kernels = kernels
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, MatrixModule) and name == "weight" and not matrices:
                 continue

@@ -1,4 +1,7 @@
-"""64 concurrent streams of random lengths on a pool that holds a quarter of them, with random aborts: nothing is lost."""
+"""64 concurrent streams of random lengths on a pool that holds a quarter of them, with random aborts: nothing is lost.
+
+With and without a step ahead.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ MAX_TOKENS = 48
 POOL_TOKENS = 1280
 
 
-@pytest.fixture(scope="module")
-def tight_server(start_server: Callable[..., Any]) -> Any:
+@pytest.fixture(scope="module", params=["--no-async-scheduling", "--async-scheduling"])
+def tight_server(start_server: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
     # float32: what batch mates do to the last bits of bf16 is not what is tested here. Prompts are let in all at once: taken in
     # bit by bit beside decodes, they would never crowd the pool.
     size = ("--max-model-len", "256", "--num-gpu-blocks-override", str(POOL_TOKENS // 16 + 1))
-    return start_server("--dtype", "float32", "--max-num-mixed-tokens", "0", *size).ready()
+    return start_server("--dtype", "float32", "--max-num-mixed-tokens", "0", request.param, *size).ready()
 
 
 async def _stream(client: openai.AsyncOpenAI, number: int, rng: random.Random) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from halfbyte.kernels.cpu.library import CpuEngine, KernelsMissing, instruction_sets
 from halfbyte.kernels.cpu.sampling import CpuSampling
 from halfbyte.kernels.sampling import gumbel_noise, log_normaliser, ordered_top, uniform
+from halfbyte.model_runner.device import HOST
 from halfbyte.model_runner.logprobs import Listed, token_logprobs
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampler import TORCH_SAMPLING, Sampled, Sampler, SamplingKernels
@@ -181,7 +182,7 @@ def sample(
     kernels: SamplingKernels, logits: Tensor, asked: list[SamplingParams], *, keep: bool = False, first: int = 0
 ) -> Sampled:
     """Rows of 1 to 5 tokens, as many as their number, counted from `first`, says."""
-    rows = RequestRows(len(asked), 8, logits.shape[1], torch.device("cpu"))
+    rows = RequestRows(len(asked), 8, logits.shape[1], HOST)
     row_R = [rows.add(NewRow(str(i), [0] * (1 + i % 5), 1, 0, [[]], p, frozenset())) for i, p in enumerate(asked, first)]
     rows.apply()
     return Sampler(rows, keep_processed=keep, kernels=kernels).sample(logits.clone(), np.array(row_R))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfbyte.kernels.sampling import SLICE, gumbel_noise
+from halfbyte.model_runner.device import HOST
 from halfbyte.model_runner.logit_edits import unpack_bits
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampler import Sampled, Sampler
 from halfbyte.types import NewRow, SamplingParams
 
-CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 # Chi-square with 63 degrees of freedom exceeds this once in a million.
 CHI_SQUARE_63 = 127.0
@@ -40,7 +40,7 @@ class Case:
 
 
 def run(logits_RV: Tensor, cases: list[Case], *, keep_processed: bool = False, mask: Tensor | None = None) -> Sampled:
-    rows = RequestRows(len(cases) + 2, 64, logits_RV.shape[1], CPU)
+    rows = RequestRows(len(cases) + 2, 64, logits_RV.shape[1], HOST)
     rows.add(NewRow("other", [3, 3], 1, 0, [[]], SamplingParams(seed=1, repetition_penalty=3.0), frozenset()))  # not in the batch
     row_R = [
         rows.add(NewRow(str(i), c.prompt + c.output, len(c.prompt), 0, [[]], c.params, c.stop, c.bad_words))
@@ -236,7 +236,7 @@ def test_choices_follow_the_distribution(options: dict[str, Any]) -> None:
     """8,000 rows with seeds of their own: counts agree with the softmax of what is kept (chi-square)."""
     num = 8_000
     logits_V = torch.randn(64, generator=torch.Generator().manual_seed(3))
-    rows = RequestRows(num, 2, 64, CPU)
+    rows = RequestRows(num, 2, 64, HOST)
     row_R = [rows.add(NewRow(str(i), [0], 1, 0, [[]], SamplingParams(seed=i, **options), frozenset())) for i in range(num)]
     rows.apply()
     sampled = Sampler(rows, keep_processed=False).sample(logits_V.repeat(num, 1), np.array(row_R))

@@ -66,3 +66,9 @@ def load(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def paged_model() -> Any:
     """The class `PagedModel` of paged_model.py."""
     return _beside("paged_model").PagedModel
+
+
+@pytest.fixture(scope="session")
+def fake_device() -> ModuleType:
+    """The module fake_device.py."""
+    return _beside("fake_device")

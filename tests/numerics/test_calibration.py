@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from halfbyte.config import EngineOptions
-from halfbyte.engine.build import resolve_all
+from halfbyte.engine.build import absent_backends, resolve_all
 from halfbyte.engine.kv_calibration import calibrate, new_manager, plain_runner
 from halfbyte.errors import ModelFileError
 from halfbyte.kernels.attention.base import AttentionSpec
@@ -311,7 +311,8 @@ def runners(folder: Path) -> Iterator[dict[str, ModelRunner]]:
     made = {}
     for name in names:
         options = EngineOptions(model=str(folder), dtype="float32", attention_backend=name, num_threads=1, block_size=4)
-        made[name] = load_runner(resolve_all(options, files, decoder, platform, names), files, decoder, platform)
+        config = resolve_all(options, files, decoder, platform, absent_backends(platform))
+        made[name] = load_runner(config, files, decoder, platform)
     yield made
     for runner in made.values():
         runner.close()

@@ -19,15 +19,13 @@ from safetensors.torch import load_file, save_file
 from halfbyte import LLM, SamplingParams
 from halfbyte.config import EngineConfig, EngineOptions
 from halfbyte.engine import kv_calibration
-from halfbyte.engine.build import build_engine, resolve_all
+from halfbyte.engine.build import absent_backends, build_engine, resolve_all
 from halfbyte.engine.front import load_front
 from halfbyte.engine.kv_calibration import KVParts, beside_model, check, prepare_parts
 from halfbyte.engine.kv_plan import write_plan
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints import cli
 from halfbyte.errors import ModelFileError, UnsupportedError, UserError
-from halfbyte.kernels.attention import BACKENDS
-from halfbyte.kernels.cpu.library import KernelsMissing, load
 from halfbyte.kvcache.prefix_hash import extend_hashes
 from halfbyte.kvcache.scales import LayerScales
 from halfbyte.model_runner.calibration import load_calibration
@@ -142,21 +140,13 @@ def load_model() -> Iterator[Callable[..., Loaded]]:
         asked = options_for(model, **options)
         files, platform = load_front(asked).files, detect_platform("cpu")
         decoder = config_from_files(files, {})
-        config = resolve_all(asked, files, decoder, platform, back_ends())
+        config = resolve_all(asked, files, decoder, platform, absent_backends(platform))
         made.append(Loaded(asked, config, files, load_runner(config, files, decoder, platform)))
         return made[-1]
 
     yield make
     for one in made:
         one.runner.close()
-
-
-def back_ends() -> tuple[str, ...]:
-    try:
-        load()
-    except KernelsMissing:
-        return ("reference",)
-    return tuple(BACKENDS)
 
 
 def is_equal(one: KVParts, other: KVParts) -> bool:

@@ -106,7 +106,7 @@ class Driver:
                 grown.append(GrownRow(name, self.computed[name], blocks))
             self.computed[name] += count
         self.runner.execute(SchedulerOutput(list(entering.values()), grown, counts, **released))
-        return self.runner.sample()
+        return self.runner.sample().result()
 
     def generate(self, name: str, tokens: list[int], params: SamplingParams, num_tokens: int, chunk: int = 100) -> list[int]:
         """Run one request alone, its prompt in chunks."""
@@ -222,7 +222,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_no_trace(make_runner: Callable[...,
         {"bad": 3, "good": 13}, [driver.enter("bad", [1, POISON, 2], GREEDY), driver.enter("good", PROMPT, GREEDY)]
     )
     assert output.bad_rows == {"bad"} and output.token_ids[0] == []
-    assert sorted(driver.runner._rows.num_tokens.tolist()) == [0, 0, 3, 14]  # the bad row was given no token
+    assert sorted(driver.runner._rows.num_tokens.tolist()) == [0, 0, 4, 14]  # the bad row got a token that nobody sees
     tokens = output.token_ids[1]
     # the next request gets the very blocks that hold NaN now, and writes fewer positions than they have
     driver.tables["next"] = driver.tables.pop("bad")
@@ -338,7 +338,7 @@ def test_logits_are_computed_for_few_positions_at_a_time(
 
     whole, heights = run()
     assert heights == [24, 3]
-    monkeypatch.setattr("halfbyte.model_runner.runner._LOGITS_BYTES", 4 * VOCAB_SIZE * 2)
+    monkeypatch.setattr("halfbyte.model_runner.step_sampling._LOGITS_BYTES_HOST", 4 * VOCAB_SIZE * 2)
     parts, heights = run()
     assert heights == [2] * 12 + [2, 1]
     assert parts.token_ids == whole.token_ids and [len(t) for t in whole.token_ids] == [1, 1, 0, 1]
@@ -358,7 +358,7 @@ def test_a_grammar_mask_is_in_the_order_of_the_step(make_runner: Callable[..., M
     mask = torch.full((3, 4), -1, dtype=torch.int32)
     mask[0], mask[1], mask[2] = 0, 0, 0
     mask[0, 0], mask[1, 0], mask[2, 1] = 1 << 7, 1 << 8, 1 << 9
-    assert driver.runner.sample(mask).token_ids == [[7], [], [32 + 9]]
+    assert driver.runner.sample(mask.numpy()).result().token_ids == [[7], [], [32 + 9]]
 
 
 def test_warming_up_leaves_no_trace(make_runner: Callable[..., ModelRunner]) -> None:
@@ -386,7 +386,7 @@ def test_a_step_that_raises_can_be_followed_by_another(
         patch.setattr(driver.runner.backend, "prepare", fail)
         with pytest.raises(RuntimeError):
             driver.step({"a": 13}, [driver.enter("a", PROMPT, SamplingParams(seed=2, logit_bias={1: 100.0}))])
-    assert driver.runner.sample().request_ids == []
+    assert driver.runner.sample().result().request_ids == []
     row = driver.enter("a", PROMPT, SamplingParams(seed=2))
     tokens = driver.step({"a": 13}, [row], preempted_request_ids=["a"]).token_ids[0]
     for _ in range(3):

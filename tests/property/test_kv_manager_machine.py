@@ -1,7 +1,8 @@
 """The KV cache manager, one full and one sliding group, over a simulated memory, checked after each operation.
 
 Requests share prefixes, grow in chunks, end, are preempted and come back, in pools that are too small for them. What each
-token attends to must be in the request's blocks whenever it is computed; a match must be the longest there is.
+token attends to must be in the request's blocks whenever it is computed; a match must be the longest there is. With a step in
+flight a request publishes what it computed one step later.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class User:
     cache_salt: str | None
     skip_prefix_cache: bool
     num_computed_tokens: int = 0
+    num_heard_tokens: int = 0  # computed by steps that are not in flight any more
     block_hashes: list[bytes] = field(default_factory=list)
     tables: list[list[int]] | None = None
 
@@ -72,6 +74,7 @@ class ManagerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         first_units=st.sampled_from([0, 0, 1, 2]),
         widths=st.sampled_from([(4, 4), (4, 4), (2, 4), (4, 2), (1, 4)]),
+        ahead=st.booleans(),
     )
     def start(
         self,
@@ -81,7 +84,9 @@ class ManagerMachine(RuleBasedStateMachine):
         caching: bool,
         first_units: int,
         widths: tuple[int, int],
+        ahead: bool,
     ) -> None:
+        self.ahead = ahead
         fits_first = block_size * min(widths) >= 8
         layout = layout_of(block_size, windows, first_units * block_size if fits_first else 0, widths)
         event(f"{len({group.block_size for group in layout.groups})} block sizes, {layout.groups[0].first_tokens > 0} first")
@@ -147,7 +152,8 @@ class ManagerMachine(RuleBasedStateMachine):
         digests = self.runner_class.digests_of(user.token_ids[:end], user.cache_salt)
         self.memory.write(user.tables, user.num_computed_tokens, digests)
         self.memory.verify(user.tables, user.num_computed_tokens, digests)
-        user.num_computed_tokens = end
+        heard, user.num_computed_tokens, user.num_heard_tokens = user.num_heard_tokens, end, end
+        self.manager.publish(user, heard)
         if end == len(user.token_ids):
             if not self.manager.can_ever_fit(end + 1):
                 self.manager.publish(user, end)
@@ -155,7 +161,8 @@ class ManagerMachine(RuleBasedStateMachine):
                 return
             user.token_ids.append(digests[-1] % 2)
             self.hash_full_blocks(user)
-        self.manager.publish(user, end)
+        if not self.ahead:
+            self.manager.publish(user, end)
 
     def finish(self, user: User) -> None:
         self.running.remove(user)
@@ -171,7 +178,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         user = data.draw(st.sampled_from(self.running))
         self.finish(user)
-        user.num_computed_tokens, user.tables = 0, None
+        user.num_computed_tokens, user.num_heard_tokens, user.tables = 0, 0, None
         self.waiting.append(user)
 
     @precondition(lambda self: self.running)
@@ -203,8 +210,10 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.usage <= len(held) / (self.manager.pool.num_blocks - 1)
         if not self.running:
             assert self.manager.usage == 0.0
-        most = [self.manager.blocks_needed(user.num_computed_tokens) for user in self.running]
-        assert self.manager.pool.num_blocks - 1 - self.manager.num_free_blocks <= sum(most)
+        most = sum(self.manager.blocks_needed(user.num_computed_tokens) for user in self.running)
+        if self.ahead:  # what the last step filled may wait in each group
+            most += len(self.running) * sum(-(-MAX_BATCHED // group.block_size) for group in self.manager.layout.groups)
+        assert self.manager.pool.num_blocks - 1 - self.manager.num_free_blocks <= most
 
 
 def test_manager_machine(fake_runner: Any, fake_runner_memory: Any) -> None:

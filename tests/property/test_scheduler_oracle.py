@@ -1,7 +1,8 @@
-"""The scheduler under random load against a small oracle that knows the rules, not the code.
+"""The scheduler under random load against a small oracle that knows the rules, not the code, with and without a step ahead.
 
 Pools hold a part of what the requests need; requests arrive late, are aborted, turn bad, share prefixes and have priorities.
-The runner (tests/conftest.py) verifies at every step that all KV that a token attends to is in the request's blocks.
+What a request's owner hears is the same in all of that, whether or not steps are launched before the result of the one before
+is there. The runner (tests/conftest.py) verifies at every step that all KV that a token attends to is in the request's blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.config import SchedulerConfig
+from halfbyte.engine.core import EngineCore
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import blocks_for_request
 from halfbyte.kvcache.spec import KVCacheSpec, make_layout
-from halfbyte.types import EngineOutput, EngineRequest, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from halfbyte.types import EngineOutput, EngineRequest, PendingOutput, SamplingParams, SchedulerOutput
 
 VOCAB = 12
 
@@ -35,36 +37,48 @@ class Plan:
 
 @dataclass
 class Oracle:
-    """Recomputes what a step may do from the outputs alone."""
+    """Recomputes what a step may do from the outputs alone. known: tokens in flight are as good as known."""
 
     config: SchedulerConfig
     max_len: int
     rank: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    limit: dict[str, int] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)  # running requests only
     promised: dict[str, int] = field(default_factory=dict)  # tokens known when it was admitted
     waiting: set[str] = field(default_factory=set)
     prompt_budget: int = 0  # what the last step left of it
+    is_short: bool = False  # whether it could not grow a request, or only at the cost of another
 
     def add(self, source: EngineRequest) -> None:
         by_priority = self.config.policy == "priority"
         self.rank[source.request_id] = (*((source.priority, source.arrival_s) if by_priority else ()), len(self.rank))
         self.known[source.request_id] = len(source.prompt_token_ids)
+        self.limit[source.request_id] = min(len(source.prompt_token_ids) + source.max_tokens, self.max_len)
         self.waiting.add(source.request_id)
+
+    def open(self, request_id: str) -> int:
+        """Tokens that may be computed: none when the last one is known or in flight."""
+        known = self.known[request_id]
+        return known - self.computed[request_id] if known < self.limit[request_id] else 0
 
     def end(self, request_id: str) -> None:
         self.waiting.discard(request_id)
         self.computed.pop(request_id, None)
         del self.known[request_id]
 
-    def check_step(self, step: SchedulerOutput) -> None:
+    def check_step(self, step: SchedulerOutput, is_ahead: bool) -> None:
+        """is_ahead: the result of the step before is not there yet."""
         counts, config = step.num_scheduled_tokens, self.config
         victims = step.preempted_request_ids
-        decodes = any(self.known[request_id] - count == 1 for request_id, count in self.computed.items())
+        decodes = any(self.open(request_id) == 1 for request_id in self.computed)
+        ending = [request_id for request_id in self.computed if self.open(request_id) == 0]
+        assert is_ahead or not ending
+        assert not (victims and ending), "nobody gives way while blocks come back by themselves"
         is_mixed = bool(config.max_num_mixed_tokens) and decodes
         self.prompt_budget = config.max_num_mixed_tokens if is_mixed else config.max_num_batched_tokens
         assert sum(counts.values()) <= config.max_num_batched_tokens
-        assert bool(counts) == bool(self.known), "each step makes progress while there is work"
+        assert bool(counts) <= bool(self.known) <= (bool(counts) or is_ahead), "there is progress while there is work"
         for request_id in victims:
             del self.computed[request_id]
             self.waiting.add(request_id)
@@ -85,9 +99,10 @@ class Oracle:
             if not config.enable_chunked_prefill:
                 assert row.num_computed_tokens + counts[row.request_id] == len(row.token_ids)
         assert len(self.computed) <= config.max_num_seqs
+        opened = {request_id: self.open(request_id) for request_id in self.computed}
         budget = config.max_num_batched_tokens
         for request_id, count in counts.items():
-            open_tokens = self.known[request_id] - self.computed[request_id]
+            open_tokens = opened[request_id]
             is_prompt = open_tokens > 1
             assert 1 <= count <= open_tokens
             if config.long_prefill_token_threshold and config.enable_chunked_prefill and len(self.known) > 1:
@@ -99,9 +114,10 @@ class Oracle:
             budget -= count
             if is_prompt:
                 self.prompt_budget -= count
-        for request_id in idle:
-            holds_back = self.known[request_id] - self.computed[request_id] > 1 and self.prompt_budget == 0
-            assert holds_back or (is_full and not step.new_rows), "running first"
+        held_back = {request_id for request_id in idle if opened[request_id] > 1 and self.prompt_budget == 0}
+        left = idle - held_back - set(ending)
+        self.is_short = bool(victims) or bool(left and not is_full)
+        assert not left or (not step.new_rows and (is_full or ending)), "running first"
 
     def check_admission(self, step: SchedulerOutput, scheduler: Scheduler) -> None:
         """Full attention only, where the arithmetic is short: who was admitted fits as a whole, who was left does not."""
@@ -115,7 +131,7 @@ class Oracle:
         if step.new_rows:
             assert owed <= manager.num_free_blocks
         budget = self.config.max_num_batched_tokens - sum(counts.values())
-        if budget and self.waiting and len(self.computed) < self.config.max_num_seqs and not step.preempted_request_ids:
+        if budget and self.waiting and len(self.computed) < self.config.max_num_seqs and not self.is_short:
             head = scheduler.waiting.first()
             match = manager.match_prefix(head)
             shared = sum(manager.pool.num_references(block) > 0 for table in match.block_ids for block in table)
@@ -124,10 +140,10 @@ class Oracle:
             too_big |= self.prompt_budget == 0 and self.known[head.request_id] - match.num_tokens > 1
             assert too_big or needed + owed > manager.num_free_blocks, "nobody waits without a reason"
 
-    def take_step(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        for request_id, tokens in zip(result.request_ids, result.token_ids, strict=True):
-            self.computed[request_id] += step.num_scheduled_tokens[request_id]
-            self.known[request_id] += len(tokens)
+    def launch(self, step: SchedulerOutput) -> None:
+        for request_id, count in step.num_scheduled_tokens.items():
+            self.computed[request_id] += count
+            self.known[request_id] += self.computed[request_id] == self.known[request_id]
 
     def story(self, source: EngineRequest, model: Any) -> tuple[list[int], str, int | None]:
         """All tokens of an undisturbed request, why it ends, and its stop token."""
@@ -193,67 +209,97 @@ def scenarios(draw: st.DrawFn) -> tuple[SchedulerConfig, KVCacheManager, int, li
     return config, manager, max_model_len, plans
 
 
-@settings(max_examples=400, deadline=None)
-@given(scenario=scenarios())
-def test_scheduler_against_oracle(scenario: tuple[Any, ...], fake_runner: Any) -> None:
+class WatchedRunner:
+    """The fake runner; shows each step to the oracle before it is executed, and counts the results that nobody took yet."""
+
+    def __init__(self, inner: Any, scheduler: Scheduler, oracle: Oracle) -> None:
+        self.inner, self.scheduler, self.oracle = inner, scheduler, oracle
+        self.num_pending = 0
+        self.counters: Counter[str] = Counter()
+
+    def execute(self, step: SchedulerOutput) -> None:
+        manager = self.scheduler.manager
+        self.oracle.check_step(step, self.num_pending > 0)
+        if all(group.sliding_window is None for group in manager.layout.groups):
+            self.oracle.check_admission(step, self.scheduler)
+        manager.check()
+        self.inner.execute(step)
+        self.oracle.launch(step)
+        self.counters.update(preempted=len(step.preempted_request_ids), scheduled=step.total_num_scheduled_tokens)
+
+    def sample(self, grammar_mask: object = None) -> PendingOutput:
+        self.num_pending += 1
+        return Late(self, self.inner.sample(grammar_mask).result())
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class Late:
+    """Counts when its result is taken."""
+
+    runner: WatchedRunner
+    output: Any
+
+    def result(self) -> Any:
+        self.runner.num_pending -= 1
+        return self.output
+
+
+@settings(max_examples=600, deadline=None)
+@given(scenario=scenarios(), is_async=st.booleans())
+def test_scheduler_against_oracle(scenario: tuple[Any, ...], is_async: bool, fake_runner: Any) -> None:
     config, manager, max_model_len, plans = scenario
     scheduler = Scheduler(config, manager, max_model_len=max_model_len)
-    runner = fake_runner(manager.layout, manager.pool, config.max_num_seqs, VOCAB)
+    model = fake_runner(manager.layout, manager.pool, config.max_num_seqs, VOCAB)
     max_len = min(max_model_len, manager.max_request_tokens + 1)
     if not config.enable_chunked_prefill:
         max_len = min(max_len, config.max_num_batched_tokens + 1)
     oracle = Oracle(config, max_len)
+    runner = WatchedRunner(model, scheduler, oracle)
+    core = EngineCore(scheduler, runner, async_scheduling=is_async)
     heard: dict[str, list[EngineOutput]] = {plan.source.request_id: [] for plan in plans}
     counters: Counter[str] = Counter()
     step_number, todo = 0, sorted(plans, key=lambda plan: plan.arrive)
-    while todo or scheduler.has_work():
+    while todo or core.has_work():
         while todo and todo[0].arrive <= step_number:
             source = todo.pop(0).source
-            runner.salts[source.request_id] = source.cache_salt
-            refusal = scheduler.add(source)
-            assert bool(refusal) == (len(source.prompt_token_ids) >= max_len)
-            if refusal:
-                heard[source.request_id].append(refusal)
-            else:
+            model.salts[source.request_id] = source.cache_salt
+            core.add([source])
+            if len(source.prompt_token_ids) < max_len:
                 oracle.add(source)
-        runner.bad = {plan.source.request_id for plan in plans if plan.bad is not None and plan.bad <= step_number}
-        for output in scheduler.abort([plan.source.request_id for plan in plans if plan.abort == step_number]):
+        model.bad = {plan.source.request_id for plan in plans if plan.bad is not None and plan.bad <= step_number}
+        aborted = [plan.source.request_id for plan in plans if plan.abort == step_number]
+        core.abort(aborted)
+        for request_id in oracle.known.keys() & set(aborted):
+            oracle.end(request_id)
+        done = core.step()
+        for output in done.outputs:
             heard[output.request_id].append(output)
-            oracle.end(output.request_id)
-        step = scheduler.schedule()
-        oracle.check_step(step)
-        if all(group.sliding_window is None for group in manager.layout.groups):
-            oracle.check_admission(step, scheduler)
-        manager.check()
-        runner.execute(step)
-        result = runner.sample()
-        oracle.take_step(step, result)
-        for output in scheduler.update(step, result):
-            heard[output.request_id].append(output)
-            if output.finish_reason:
+            if output.finish_reason and output.request_id in oracle.known:
                 oracle.end(output.request_id)
         manager.check()
-        stats = scheduler.stats()
-        counters.update(
-            preempted=stats.num_preemptions, scheduled=stats.num_scheduled_tokens, hits=stats.prefix_cache_hits_tokens
-        )
-        counters.update(steps_preempted=len(step.preempted_request_ids), steps_scheduled=step.total_num_scheduled_tokens)
+        assert runner.num_pending <= is_async, "one step ahead at most"
+        stats = done.stats
+        counters.update(preempted=stats.num_preemptions, scheduled=stats.num_scheduled_tokens)
         assert (stats.num_running, stats.num_waiting) == (len(oracle.computed), len(oracle.waiting))
         step_number += 1
         assert step_number < 5000, "all requests end"
-    check_end(scheduler, runner, counters)
+    check_end(scheduler, model, counters, runner.counters, is_async)
     for plan in plans:
-        check_outputs(plan, heard[plan.source.request_id], oracle, runner)
+        check_outputs(plan, heard[plan.source.request_id], oracle, model)
 
 
-def check_end(scheduler: Scheduler, runner: Any, counters: Counter[str]) -> None:
-    """Nothing is left: no block, no row, no number."""
+def check_end(scheduler: Scheduler, runner: Any, told: Counter[str], done: Counter[str], is_async: bool) -> None:
+    """Nothing is left: no block, no row, no number. told: what the statistics say; done: what the runner was asked."""
     assert scheduler.manager.usage == 0.0 and scheduler.manager.num_free_blocks == scheduler.manager.pool.num_blocks - 1
     runner.execute(scheduler.schedule())
     assert not runner.rows
     assert not scheduler.running and not len(scheduler.waiting)
-    assert counters["preempted"] == counters["steps_preempted"]
-    assert counters["scheduled"] == counters["steps_scheduled"]
+    assert told["preempted"] == done["preempted"]
+    assert told["scheduled"] <= done["scheduled"], "a step too many does not count"
+    assert is_async or told["scheduled"] == done["scheduled"]
 
 
 def check_outputs(plan: Plan, outputs: list[EngineOutput], oracle: Oracle, runner: Any) -> None:

@@ -102,6 +102,37 @@ def test_blocks_slide_out_of_the_window_and_are_released() -> None:
     assert cache.pool.num_blocks - 1 - cache.num_free_blocks == 8 + 2
 
 
+def in_flight(cache: KVCacheManager, user: User, count: int) -> None:
+    """A step of `count` tokens whose result is not there yet."""
+    assert cache.allocate(user, count, None if user.num_computed_tokens else cache.match_prefix(user)) is not None
+    user.num_computed_tokens += count
+    cache.check()
+
+
+def test_what_a_step_in_flight_fills_stays_until_it_is_published() -> None:
+    cache, user = manager(5, max_batched=16), User("a", list(range(64)))
+    in_flight(cache, user, 16)
+    in_flight(cache, user, 16)
+    assert cache.pool.num_free == 19 - 8, "though the window needs one block of the first four"
+    cache.publish(user, 16)
+    in_flight(cache, user, 16)
+    assert cache.pool.num_free == 19 - 8
+    assert cache.match_prefix(User("b", list(range(17)))).num_tokens == 16
+    bare, user = manager(5, max_batched=16, caching=False), User("a", list(range(64)))
+    in_flight(bare, user, 16)
+    in_flight(bare, user, 16)
+    assert bare.pool.num_free == 19 - 5
+
+
+def test_nothing_waits_to_be_published_at_the_cost_of_a_promise() -> None:
+    cache, user, promised = manager(5, max_batched=16, num_blocks=12), User("a", list(range(40))), User("b", [7] * 16)
+    in_flight(cache, user, 16)
+    in_flight(cache, promised, 4)
+    in_flight(cache, user, 16)
+    assert cache.pool.num_free == 11 - 5 - 1
+    in_flight(cache, promised, 12)
+
+
 def test_a_sliding_match_needs_the_window_only() -> None:
     cache = manager(None, 6)
     user = User("a", list(range(32)))

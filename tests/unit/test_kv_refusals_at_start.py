@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from halfbyte.engine import build
 from halfbyte.engine.build import build_engine
 from halfbyte.engine.kv_plan import write_plan
 from halfbyte.errors import CapacityError, HalfbyteError, UnsupportedError, UserError
-from halfbyte.kernels.attention import BACKENDS
+from halfbyte.kernels.attention import BACKENDS, presence
+from halfbyte.kernels.attention.presence import Machine
 from halfbyte.kernels.attention.vendors import VENDORS
 from halfbyte.kernels.cpu.library import KernelsMissing
 from halfbyte.kvcache.formats import FORMATS
@@ -55,6 +57,7 @@ GEMMA = LLAMA | {
 PLAIN_FORMATS = [name for name in FORMATS if not name.endswith("_ds_mla")]
 FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 GPUS = [name for name in PLATFORM_NAMES if name != "cpu"]
+OURS_ALONE = Machine({"triton": "3.7.1"})
 OTHER_THAN_SM10X = ["sm80", "sm86", "sm89", "sm90", "sm120", "sm121"]
 
 
@@ -73,14 +76,19 @@ def with_scheme(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """start(config.json, platform, options...) -> the configuration with which the weights would be loaded."""
+    """start(config.json, platform, options...) -> the configuration with which the weights would be loaded.
+
+    machine: what is installed there; of what GPUs need, our own kernels unless it is said.
+    """
 
     def load_runner(config: Any, *others: Any) -> Any:
         raise WeightsWanted(config)
 
-    def run(config: dict[str, Any] = LLAMA, platform: str = "cpu", **options: Any) -> Any:
+    def run(config: dict[str, Any] = LLAMA, platform: str = "cpu", machine: Machine = OURS_ALONE, **options: Any) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(config))
-        monkeypatch.setattr(build, "detect_platform", lambda device: platform_named(platform))
+        here = replace(platform_named(platform), memory_limit_bytes=64 * GIB)
+        monkeypatch.setattr(build, "detect_platform", lambda device: here)
+        monkeypatch.setattr(presence, "look", lambda: machine)
         with pytest.raises(WeightsWanted) as wanted:
             build_engine(EngineOptions(model=str(tmp_path), **options))
         return wanted.value.args[0]
@@ -109,7 +117,7 @@ def refusal(start: Start) -> Callable[..., str]:
 def test_a_plain_start_asks_for_the_weights(platform: str, start: Start) -> None:
     config = start(LLAMA, platform)
     assert config.cache.layer_dtypes == ("bfloat16",) * NUM_LAYERS
-    assert config.attention_backend == ("cpu" if platform == "cpu" else "reference")
+    assert config.attention_backend == ("cpu" if platform == "cpu" else "triton")
 
 
 @pytest.mark.parametrize("name", ["nvfp3", "fp4", "FP8", "", "k:fp8", "k:fp8,k:nvfp4", "fp8,nvfp4"])
@@ -172,7 +180,7 @@ def test_r3_scales_of_nvfp4(tmp_path: Path, start: Start, refusal: Callable[...,
 
 def test_r4_a_back_end_that_was_asked_for(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     message = refusal(LLAMA, "sm90", attention_backend="cpu")
-    assert message == "cpu: this machine does not have it; this machine has reference"
+    assert message == "the cpu attention back end does not run on cuda; leave --attention-backend out"
     message = refusal(LLAMA | {"head_dim": 72}, "cpu", attention_backend="cpu", kv_cache_dtype="fp8")
     assert "reads fp8_e4m3 KV in tiles of 16" in message and message.endswith(", or --attention-backend reference")
     message = refusal(attention_backend="triton9", error=UserError)
@@ -182,7 +190,8 @@ def test_r4_a_back_end_that_was_asked_for(refusal: Callable[..., str], monkeypat
         raise KernelsMissing("no compiler")
 
     monkeypatch.setattr(build, "load", missing)
-    assert refusal(LLAMA, "cpu", attention_backend="cpu").endswith("this machine has reference")
+    message = refusal(LLAMA, "cpu", attention_backend="cpu")
+    assert message == "cpu: no compiled kernels: no compiler; install g++, or use --attention-backend reference"
 
 
 @pytest.mark.parametrize("platform", PLATFORM_NAMES)
@@ -192,7 +201,7 @@ def test_r4_vendors_kernels_are_refused_by_name(name: str, platform: str, refusa
     reason, _, fix = refusal(LLAMA, platform, attention_backend=name).partition("; ")
     assert reason.startswith(f"{name}: ")
     if reason == f"{name}: not in this build":
-        assert fix == "this build has cpu, reference"
+        assert fix == f"this build has {', '.join(BACKENDS)}"
     else:
         assert "not supported" in reason and fix == "use --attention-backend auto or another --kv-cache-dtype"
 
@@ -234,7 +243,19 @@ def test_r8_nvfp4_4over6_off_sm10x(platform: str, start: Start, refusal: Callabl
 
 @pytest.mark.parametrize("platform", ["sm100", "sm103"])
 def test_r9_nvfp4_on_sm10x_needs_no_library_of_kernels(platform: str, start: Start) -> None:
-    assert start(LLAMA, platform, kv_cache_dtype="nvfp4").attention_backend == "reference"
+    assert start(LLAMA, platform, kv_cache_dtype="nvfp4").attention_backend == "triton"
+
+
+@pytest.mark.parametrize("platform", ["sm100", "sm103"])
+def test_r9_flashinfer_needs_its_finished_kernels(platform: str, start: Start, refusal: Callable[..., str]) -> None:
+    """Told before weights are read, with the command that brings them; without asking for it, our own kernels run."""
+    machine = Machine({"triton": "3.7.1", "flashinfer": "0.7.2.post1"}, compiles=True)
+    message = refusal(LLAMA, platform, machine, kv_cache_dtype="nvfp4", attention_backend="flashinfer")
+    assert message.startswith(f"flashinfer: NVIDIA's kernels for {platform} (cubins) are not on this machine; ")
+    assert message.endswith("run `halfbyte download-kernels`")
+    assert start(LLAMA, platform, machine, kv_cache_dtype="nvfp4").attention_backend == "triton"
+    whole = replace(machine, has_cubins=True)
+    assert start(LLAMA, platform, whole, kv_cache_dtype="nvfp4").attention_backend == "flashinfer"
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
@@ -246,8 +267,10 @@ def test_r11_attention_that_looks_ahead(name: str, refusal: Callable[..., str]) 
 @pytest.mark.parametrize("platform", GPUS)
 def test_r12_fp8_needs_flash_attention_3_or_4(platform: str, start: Start, refusal: Callable[..., str]) -> None:
     message = refusal(LLAMA, platform, kv_cache_dtype="fp8", attention_backend="flash_attn")
-    if platform in ("sm90", "sm100", "sm103"):
-        assert message == "flash_attn: not in this build; this build has cpu, reference"
+    if platform == "sm90":
+        assert message.startswith("flash_attn: sm90 needs the package flash_attn_interface, which is not installed; build ")
+    elif platform in ("sm100", "sm103"):
+        assert message.startswith(f"flash_attn: version 4, which {platform} needs, is not called by this build; ")
     elif platform.startswith("sm"):
         assert f"fp8_e4m3 not supported on {platform}: FP8 KV needs its version 3 (SM90) or 4 (SM10x)" in message
     assert start(LLAMA, platform, kv_cache_dtype="fp8").cache.kv_cache_dtype == "fp8_e4m3"
@@ -255,8 +278,11 @@ def test_r12_fp8_needs_flash_attention_3_or_4(platform: str, start: Start, refus
 
 @pytest.mark.parametrize("platform", ["cpu", "sm80", "sm90"])
 def test_r13_scales_per_head(platform: str, start: Start) -> None:
-    """Any of our readers takes a scale per head."""
+    """Any of our readers takes a scale per head; so do the vendors', which get it with queries and outputs."""
     assert start(with_scheme(strategy="attn_head"), platform).cache.kv_cache_dtype == "fp8_e4m3"
+    machine = Machine({"triton": "3.7.1", "flashinfer": "0.7.2.post1"}, compiles=True)
+    config = start(with_scheme(strategy="attn_head"), platform, machine)
+    assert config.attention_backend == ("cpu" if platform == "cpu" else "flashinfer")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ MAX_FUNCTION_LINES = 60
 MAX_KERNEL_FUNCTION_LINES = 120
 
 PRODUCT = sorted(path.relative_to(ROOT) for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-ALL = PRODUCT + sorted(path.relative_to(ROOT) for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+ALL = PRODUCT + sorted(
+    path.relative_to(ROOT) for folder in ("tests", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
 
 
 @pytest.mark.parametrize("path", ALL, ids=str)

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from halfbyte import config
-from halfbyte.config import CacheConfig, EngineConfig, EngineOptions, ModelConfig, SchedulerConfig, ServerConfig
+from halfbyte.config import (
+    CacheConfig,
+    EngineConfig,
+    EngineOptions,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from halfbyte.errors import UnsupportedError, UserError
 from halfbyte.platform import Platform
 from halfbyte.resolve import (
@@ -97,11 +105,22 @@ def test_defaults_on_a_gpu() -> None:
 
 def test_every_field_has_an_origin() -> None:
     found = resolved(seed=1, block_size=32, scheduling_policy="priority")
-    names = {f.name for part in (found.model, found.cache, found.scheduler) for f in fields(part)} | {"attention_backend"}
+    names = {f.name for part in (found.model, found.cache, found.scheduler, found.execution) for f in fields(part)}
+    names.add("attention_backend")
     assert set(found.origins) == names - {"layer_dtypes"}, "which follow from others"
     assert set(found.origins.values()) <= {"default", "flag", "checkpoint", "platform"}
     assert {name for name, origin in found.origins.items() if origin == "flag"} == {"seed", "block_size", "policy"}
     assert found.origins["max_model_len"] == "checkpoint" and found.origins["num_threads"] == "platform"
+
+
+def test_steps_are_scheduled_ahead_where_something_else_computes() -> None:
+    asked = {
+        (p.device, given): resolved(p, async_scheduling=given).scheduler for p in (CPU, GPU) for given in (None, False, True)
+    }
+    assert {key for key, found in asked.items() if found.async_scheduling} == {("cpu", True), ("cuda", None), ("cuda", True)}
+    assert resolved(GPU).origins["async_scheduling"] == "platform"
+    with pytest.raises(UserError, match="--async-scheduling must be true or false"):
+        resolved(async_scheduling="auto")
 
 
 def test_prompts_give_way_to_streams_on_a_cpu() -> None:
@@ -127,6 +146,7 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "cpu_activations": "int8",
         "device": "cpu",
         **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill"), False),
+        "async_scheduling": True,
         "scheduling_policy": "priority",
         "logprobs_mode": "raw_logits",
         "kv_cache_dtype": "float32",
@@ -134,11 +154,17 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "kv_check": "warn",
         "gpu_memory_utilization": 0.25,
         "attention_backend": "reference",
+        "enforce_eager": True,
+        "cudagraph_mode": "none",
+        "compile": "native",
     }
     if option in ("hf_token", "download_dir"):
         return
     if option in ("kv_cache_plan", "kv_cache_dtype_skip_layers"):  # they say what single layers have
         assert skipping_or_planned(option).cache.layer_dtypes == ("bfloat16", "nvfp4", "nvfp4", "nvfp4")
+        return
+    if option == "cudagraph_capture_sizes":  # of graphs, which a CPU does not have
+        assert resolved(GPU, cudagraph_capture_sizes=["8", 2]).execution.cudagraph_capture_sizes == (2, 8)
         return
     back_ends = {"attention_backends": ("cpu", "reference")} if option == "cpu_activations" else {}
     found = resolve(EngineOptions(**{option: changed.get(option, 32)}), FACTS, CPU, **back_ends)
@@ -399,7 +425,13 @@ def test_resolve_is_pure() -> None:
 
 def test_config_lines_show_origins() -> None:
     lines = config_lines(resolved(block_size=32))
-    assert [line.split(":")[0].split("=")[0] for line in lines] == ["model", "cache", "scheduler", "attention_backend"]
+    assert [line.split(":")[0].split("=")[0] for line in lines] == [
+        "model",
+        "cache",
+        "scheduler",
+        "execution",
+        "attention_backend",
+    ]
     assert "max_model_len=8192 (checkpoint)" in lines[0]
     assert "block_size=32 (flag)" in lines[1] and "enable_prefix_caching=True" in lines[1]
     assert not any("\n" in line for line in lines)
@@ -416,13 +448,15 @@ def test_choices_hold_the_defaults() -> None:
 
 def test_configuration_stays_small() -> None:
     """About 80 fields in all; a resolved field that repeats an option counts once."""
-    parts = (EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, EngineConfig)
+    parts = (EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, EngineConfig)
     assert len({f.name for part in parts for f in fields(part)}) <= 80
     assert {name for name, part in vars(config).items() if isinstance(part, type) and part.__module__ == config.__name__} == {
         part.__name__ for part in parts
     }, "a new part of the configuration must be counted here"
 
 
-@pytest.mark.parametrize("part", [EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, EngineConfig])
+@pytest.mark.parametrize(
+    "part", [EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, EngineConfig]
+)
 def test_configuration_is_frozen(part: Any) -> None:
     assert part.__dataclass_params__.frozen

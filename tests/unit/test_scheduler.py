@@ -60,7 +60,8 @@ class Engine:
     def step(self) -> SchedulerOutput:
         scheduled = self.scheduler.schedule()
         self.runner.execute(scheduled)
-        self.hear(self.scheduler.update(scheduled, self.runner.sample()))
+        if scheduled.num_scheduled_tokens:
+            self.hear(self.scheduler.update(self.runner.sample().result()))
         self.manager.check()
         return scheduled
 
@@ -322,8 +323,8 @@ def test_logprobs_travel_with_their_tokens(engine: Callable[..., Engine]) -> Non
 def test_several_tokens_at_once_end_at_the_first_stop(engine: Callable[..., Engine]) -> None:
     one = engine()
     one.add("r", 3, max_tokens=9, eos=[7])
-    step = one.scheduler.schedule()
-    [output] = one.scheduler.update(step, ModelRunnerOutput(["r"], [[3, 7, 4]], [None]))
+    one.scheduler.schedule()
+    [output] = one.scheduler.update(ModelRunnerOutput(["r"], [[3, 7, 4]], [None]))
     assert (output.new_token_ids, output.finish_reason) == ([3, 7], "stop")
 
 
@@ -350,10 +351,9 @@ def test_abort_between_schedule_and_update(engine: Callable[..., Engine]) -> Non
     one = engine()
     one.add("a", 3)
     one.add("b", 3)
-    step = one.scheduler.schedule()
-    one.runner.execute(step)
+    one.runner.execute(one.scheduler.schedule())
     one.hear(one.scheduler.abort(["a"]))
-    assert [output.request_id for output in one.scheduler.update(step, one.runner.sample())] == ["b"]
+    assert [output.request_id for output in one.scheduler.update(one.runner.sample().result())] == ["b"]
     assert one.last("a").finish_reason == "abort"
     assert one.step().finished_request_ids == ["a"]
 
@@ -396,13 +396,12 @@ def test_isolated_requests_are_recomputed_one_at_a_time(engine: Callable[..., En
     failing = one.scheduler.schedule()
     assert list(failing.num_scheduled_tokens) == ["a", "b", "c"]
     one.runner.execute(failing)
-    one.scheduler.isolate(failing.num_scheduled_tokens)
-    one.manager.check()
+    assert one.scheduler.recover("not shown") == []
     steps = [one.step() for _ in range(2)]
     assert [list(step.num_scheduled_tokens) for step in steps] == [["a"], ["b"]]
     assert steps[0].preempted_request_ids == ["a", "b", "c"]
-    one.scheduler.schedule()
-    [end] = one.hear(one.scheduler.fail(["c"], "cannot be computed"))
+    assert list(one.scheduler.schedule().num_scheduled_tokens) == ["c"]
+    [end] = one.hear(one.scheduler.recover("cannot be computed"))
     assert (end.finish_reason, end.error, end.new_token_ids) == ("error", "cannot be computed", [])
     one.runner.rows["c"] = None  # the failing step had entered it
     assert list(one.step().num_scheduled_tokens) == ["a", "b"]
@@ -411,16 +410,17 @@ def test_isolated_requests_are_recomputed_one_at_a_time(engine: Callable[..., En
     assert one.last("a").num_preemptions == 0 and one.manager.usage == 0.0
 
 
-def test_an_isolated_request_takes_blocks_from_others(engine: Callable[..., Engine]) -> None:
+def test_isolated_requests_come_before_those_that_wait(engine: Callable[..., Engine]) -> None:
     one = engine(num_blocks=7, max_num_batched_tokens=8, max_model_len=25, caching=False)
     one.add("a", 8, max_tokens=9)
     one.step()
     one.add("b", 8, max_tokens=9)
     one.step()
-    one.scheduler.isolate(["a"])
+    one.scheduler.schedule()
+    one.scheduler.recover("not shown")
     one.add("c", 4, max_tokens=2)
-    steps = one.run()
-    assert list(steps[0].num_scheduled_tokens) == ["a"]
+    batches = [list(step.num_scheduled_tokens) for step in one.run()]
+    assert batches[:4] == [["a"], ["a"], ["b"], ["a", "b"]], "a needs two steps"
     assert len(one.tokens("a")) == len(one.tokens("b")) == 9 and len(one.tokens("c")) == 2
 
 

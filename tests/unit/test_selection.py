@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import Refusal, UnsupportedError, UserError
-from halfbyte.kernels.attention import BACKENDS, selection
+from halfbyte.kernels.attention import BACKENDS
 from halfbyte.kernels.attention.base import AttentionSpec
 from halfbyte.kernels.attention.selection import MODEL_RULES, Reader, best, model_rule, read_by, readings, select
-from halfbyte.kernels.attention.vendors import VENDORS, LayerFacts, vendor_refusal
+from halfbyte.kernels.attention.vendors import PRIORITIES, VENDORS, LayerFacts, priority, vendor_refusal
 from halfbyte.kvcache.formats import FORMATS
 from halfbyte.platform import PLATFORM_NAMES, platform_named
 
@@ -49,7 +49,9 @@ def test_every_cell_is_one_of_three_outcomes(platform: str) -> None:
     for name in (*FORMATS, "k:fp8_e4m3,v:nvfp4"):
         for facts in (PLAIN, *awkward_layers()):
             found = readings(here, name, [facts])
-            assert list(found) == list(dict.fromkeys((*BACKENDS, *VENDORS)))
+            assert set(found) == {*BACKENDS, *VENDORS}
+            preferred = [name for name in priority(here) if name in BACKENDS]
+            assert list(found)[: len(preferred)] == preferred
             for answer in found.values():
                 if isinstance(answer, Refusal):
                     assert answer.reason
@@ -65,7 +67,9 @@ def test_every_cell_is_one_of_three_outcomes(platform: str) -> None:
 @pytest.mark.parametrize("platform", PLATFORM_NAMES)
 @pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith("_ds_mla")])
 def test_our_own_kernels_read_every_format_everywhere(platform: str, name: str) -> None:
-    reader = select(platform_named(platform), name, [PLAIN])
+    """Where no vendor's package is installed."""
+    absent = {vendor: Refusal(f"{vendor}: not installed", "") for vendor in VENDORS}
+    reader = select(platform_named(platform), name, [PLAIN], absent=absent)
     assert reader.outcome == "reads through our kernels" and reader.backend in BACKENDS
 
 
@@ -79,37 +83,16 @@ def test_a_vendors_row_does_not_make_it_selectable() -> None:
             assert answer.reason == f"{vendor}: not in this build" and answer.fix == f"this build has {', '.join(BACKENDS)}"
 
 
-class _Vendor:
-    """Stands in for FlashInfer once it is a back end of the build."""
-
-    def has_reader(self, kv_format: str) -> bool:
-        return kv_format in ("bfloat16", "nvfp4")
-
-    def arrange(self, kv_spec: Any) -> str:
-        return str(kv_spec.format)
-
-    def refuse(self, spec: Any, kv_spec: Any, platform: Any) -> None:
-        return None
-
-
-@pytest.fixture
-def with_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    get_backend = selection.get_backend
-    monkeypatch.setitem(BACKENDS, "flashinfer", "made up")
-    monkeypatch.setattr(selection, "get_backend", lambda name: _Vendor() if name == "flashinfer" else get_backend(name))
-
-
-@pytest.mark.usefixtures("with_flashinfer")
 def test_a_vendor_of_the_build_reads_natively_within_its_limits() -> None:
     """Its fast reader wins over the law; where its row refuses, our own kernels take over, for this back end only."""
     here = platform_named("sm90")
     assert select(here, "nvfp4", [PLAIN]) == Reader("flashinfer", is_vendors=True, is_fast=True)
     assert select(here, "nvfp4", [PLAIN]).outcome == "reads natively"
     for facts in (layer(head_dim=64), layer(sinks=True)):
-        assert select(here, "nvfp4", [facts]).backend == "reference"
+        assert not select(here, "nvfp4", [facts]).is_vendors
         with pytest.raises(UnsupportedError, match="flashinfer: "):
             select(here, "nvfp4", [facts], "flashinfer")
-    assert select(here, "nvfp4", [PLAIN, layer(head_dim=64)]).backend == "reference", "one back end runs all layers"
+    assert not select(here, "nvfp4", [PLAIN, layer(head_dim=64)]).is_vendors, "one back end runs all layers"
 
 
 def test_r2_mla_needs_a_record_of_its_own() -> None:
@@ -131,7 +114,7 @@ def test_r4_a_back_end_that_was_asked_for_says_why_not() -> None:
     assert [str(refusal) for refusal in caught.value.refusals] == [
         "the cpu attention back end does not run on cuda; leave --attention-backend out"
     ]
-    with pytest.raises(UserError, match="--attention-backend must be one of auto, cpu, reference.*, got 'triton9'") as wrong:
+    with pytest.raises(UserError, match="--attention-backend must be one of auto, cpu, .*reference, got 'triton9'") as wrong:
         select(platform_named("cpu"), "bfloat16", [PLAIN], "triton9")
     assert wrong.value.param == "attention_backend"
     assert select(platform_named("cpu"), "bfloat16", [PLAIN], "reference").backend == "reference"
@@ -148,9 +131,18 @@ def test_r5_nobody_left_lists_every_back_end() -> None:
 def test_a_back_end_that_the_machine_lacks_is_not_taken() -> None:
     here = platform_named("cpu")
     assert select(here, "bfloat16", [PLAIN]).backend == "cpu"
-    assert select(here, "bfloat16", [PLAIN], backends=("reference",)).backend == "reference"
-    with pytest.raises(UnsupportedError, match="cpu: this machine does not have it; this machine has reference"):
-        select(here, "bfloat16", [PLAIN], "cpu", backends=("reference",))
+    absent = {"cpu": Refusal("cpu: no compiled kernels", "install g++")}
+    assert select(here, "bfloat16", [PLAIN], absent=absent).backend == "reference"
+    with pytest.raises(UnsupportedError, match=r"^cpu: no compiled kernels; install g\+\+$"):
+        select(here, "bfloat16", [PLAIN], "cpu", absent)
+
+
+def test_what_a_back_end_cannot_do_is_said_before_what_is_not_installed() -> None:
+    absent = {"flashinfer": Refusal("flashinfer: not installed", "pip install")}
+    with pytest.raises(UnsupportedError, match="^flashinfer: head size 64 not supported"):
+        select(platform_named("sm90"), "nvfp4", [layer(head_dim=64)], "flashinfer", absent)
+    with pytest.raises(UnsupportedError, match="^flashinfer: not installed; pip install$"):
+        select(platform_named("sm90"), "nvfp4", [PLAIN], "flashinfer", absent)
 
 
 @pytest.mark.parametrize("platform", OTHER_CUDA)
@@ -233,6 +225,7 @@ def test_glm_takes_fp8_on_sm10x() -> None:
 def test_rules_name_what_exists() -> None:
     for rule in MODEL_RULES:
         assert rule.kv_format in FORMATS and rule.platforms <= set(PLATFORM_NAMES) and rule.reason and rule.cost
+    assert all(len(set(names)) == len(names) for names in PRIORITIES.values()) and PRIORITIES["cpu"][-1] == "reference"
     for name, vendor in VENDORS.items():
         assert vendor.platforms <= set(PLATFORM_NAMES), name
         for limit in vendor.limits:

@@ -1,0 +1,1 @@
+"""Parts of `scripts/gpu_check`: what only a device can show."""
