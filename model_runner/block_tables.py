@@ -23,6 +23,7 @@ class BlockTables:
     def __init__(
         self, layout: KVLayout, max_rows: int, max_model_len: int, device: Device, kernels: InputKernels = TORCH_INPUTS
     ) -> None:
+        self.max_model_len = max_model_len
         self._kernels = kernels
         self._groups = layout.groups
         widths = [group.num_entries(max_model_len) for group in layout.groups]

@@ -100,5 +100,6 @@ def attention_metadata(counts: Counts, inputs: StepInputs, tables: BlockTables, 
         max_seq_len=max_seq_len,
         num_decodes=counts.query_lens.count(1),
         group=index,
+        max_context_len=tables.max_model_len,
         first=first,
     )

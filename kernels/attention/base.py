@@ -49,6 +49,7 @@ class AttentionMetadata:
     max_seq_len: int
     num_decodes: int  # requests with one token in this step
     group: int = 0  # which KV group of the layout this is
+    max_context_len: int = 0  # that any sequence of this run may have
     first: FirstTokens | None = None  # where the first tokens of sequences are kept apart
     plan: Any = None  # what the back end's `prepare` made
 

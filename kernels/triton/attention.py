@@ -23,7 +23,7 @@ from halfbyte.kernels.triton.decode import Batch, Found, Kind, attend_parts, mer
 from halfbyte.kernels.triton.launch import Launch
 from halfbyte.kernels.triton.prefill import attend_prompts
 from halfbyte.kernels.triton.sides import KVSide, view_sides
-from halfbyte.kernels.triton.targets import PART_TOKENS, decode_cut, num_programs, prompt_cut
+from halfbyte.kernels.triton.targets import decode_cut, num_programs, part_tokens, prompt_cut
 from halfbyte.kernels.triton.turns import turn_launch
 from halfbyte.kernels.triton.vectors import vectors
 from halfbyte.kvcache.tensors import LayerCache
@@ -59,6 +59,7 @@ class TritonPlan:
 
     max_queries: int
     query_lens: list[int]
+    part_tokens: int
     max_parts: int
     batches: dict[int, Batch] = field(default_factory=dict)
 
@@ -74,8 +75,9 @@ def make_plan(metadata: AttentionMetadata, window: int | None, max_queries: int)
     lens = zip(metadata.query_lens_host, metadata.seq_lens_host, strict=True)
     seen = (length if window is None else min(length, window + num) for num, length in lens if 0 < num <= max_queries)
     # A window begins and ends within a part, and first tokens are a part of their own.
-    max_parts = sum(-(-num_tokens // PART_TOKENS) + 2 for num_tokens in seen)
-    return TritonPlan(max_queries, metadata.query_lens_host, max_parts)
+    size = part_tokens(metadata.max_context_len)
+    max_parts = sum(-(-num_tokens // size) + 2 for num_tokens in seen)
+    return TritonPlan(max_queries, metadata.query_lens_host, size, max_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Attention:
             heads,
             metadata.plan.max_queries,
             cut.rows // heads,
-            PART_TOKENS,
+            metadata.plan.part_tokens,
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
             metadata.block_size,

@@ -17,8 +17,8 @@ SHARED_BYTES = {
     **{"gfx90a": 64 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10},
 }
 
-# A part of a context: the unit of work of decoding.
-PART_TOKENS = 256
+_PART_TOKENS = 256
+_MAX_PARTS = 64
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 
@@ -71,6 +71,12 @@ def prompt_cut(architecture: str, heads: int, width: int) -> Cut:
     if width > 128:
         cut = Cut(64, 32, 4, 2) if width <= 256 else Cut(32, 16, 4, 1)
     return replace(cut, rows=max(cut.rows, 1 << (heads - 1).bit_length()))
+
+
+def part_tokens(max_context_len: int) -> int:
+    """The unit of work of decoding, a power of two: the longest context that a server knows has not more than `_MAX_PARTS`, as
+    graphs keep room for the results of all parts of all requests. It is the same for all requests, whatever their lengths."""
+    return max(_PART_TOKENS, 1 << (-(-max_context_len // _MAX_PARTS) - 1).bit_length())
 
 
 def num_programs(num_multiprocessors: int) -> int:

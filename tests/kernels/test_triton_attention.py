@@ -17,7 +17,7 @@ from halfbyte.kvcache.formats import FORMATS
 from tests.kernels.paged_attention import Case, run
 from tests.kernels.triton_interpreter import ON_GPU, interpreted
 
-(attention,) = interpreted("halfbyte.kernels.triton.attention")
+attention, targets = interpreted("halfbyte.kernels.triton.attention", "halfbyte.kernels.triton.targets")
 
 from halfbyte.kernels.attention.triton import TritonBackend  # noqa: E402
 
@@ -39,7 +39,7 @@ def compare(case: Case, backend: TritonBackend | None = None) -> None:
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of contexts are short, so that a few tokens make several; few programs share them."""
-    monkeypatch.setattr(attention, "PART_TOKENS", 64)
+    monkeypatch.setattr(attention, "part_tokens", lambda _: 64)
     monkeypatch.setattr(attention, "num_programs", lambda _: 3)
     if ON_GPU:
         here = attention.gpu_of(torch.device("cuda", 0))
@@ -135,3 +135,11 @@ def test_large_queries_do_not_overflow() -> None:
     spec = replace(PLAIN, scale=PLAIN.scale * 2.0**-20)
     case = Case("nvfp4", spec, requests=REQUESTS, dtype=torch.bfloat16, query_scale=2.0**20)
     compare(case)
+
+
+@pytest.mark.parametrize("max_context_len", [0, 1, 16384, 16385, 131072, 1 << 20])
+def test_the_longest_context_has_few_parts(max_context_len: int) -> None:
+    size = targets.part_tokens(max_context_len)
+    assert size & (size - 1) == 0
+    assert -(-max_context_len // size) <= 64
+    assert size == 256 or -(-max_context_len // (size // 2)) > 64
