@@ -9,7 +9,6 @@ Shape letters: T tokens, R requests, H heads, G kv heads, D head dim.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from halfbyte.errors import Refusal
 from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
+from halfbyte.kernels.triton.limits import CODEC_NAMES, refuse
 from halfbyte.kvcache.formats import get_format
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ class TritonBackend:
         self._max_queries = max_queries
 
     def has_reader(self, kv_format: str) -> bool:
-        from halfbyte.kernels.triton.codecs import CODECS
-
         sides = get_format(kv_format).sides
-        return sides is not None and all(side.codec.name in CODECS for side in sides)
+        return sides is not None and all(side.codec.name in CODEC_NAMES for side in sides)
 
     def arrange(self, kv_spec: KVCacheSpec) -> str:
         return kv_spec.format
@@ -48,8 +46,6 @@ class TritonBackend:
     def refuse(self, spec: AttentionSpec, kv_spec: KVCacheSpec, platform: Platform) -> Refusal | None:
         if platform.device == "cpu":
             return Refusal("the triton attention back end runs on GPUs", "leave --attention-backend out")
-        if find_spec("triton") is None:
-            return Refusal("the triton attention back end needs the package triton", "pip install halfbyte[gpu]")
         if spec.num_heads % spec.num_kv_heads:
             return Refusal(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} kv heads evenly", "")
         heads = spec.num_heads // spec.num_kv_heads
@@ -58,8 +54,6 @@ class TritonBackend:
                 f"the triton attention back end has up to {MAX_ROWS} heads per kv head, got {heads}",
                 "use --attention-backend reference",
             )
-        from halfbyte.kernels.triton.sides import refuse
-
         return refuse(kv_spec)
 
     def prepare(self, metadata: AttentionMetadata, window: int | None) -> None:

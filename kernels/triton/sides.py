@@ -15,16 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.errors import Refusal
-from halfbyte.kernels.triton.codecs import CODECS, codec_kernels
+from halfbyte.kernels.triton.codecs import codec_kernels
 from halfbyte.kernels.triton.packed import NOT_PACKED, packed_kernels
-from halfbyte.kvcache.formats import get_format
 from halfbyte.kvcache.formats.base import Codec
-from halfbyte.kvcache.formats.coded import CodedFormat, PlanesFormat, RecordsFormat
+from halfbyte.kvcache.formats.coded import CodedFormat
 from halfbyte.kvcache.formats.dense import DenseFormat
 from halfbyte.kvcache.formats.numbers import packed_bytes
 from halfbyte.kvcache.formats.swizzled import GROUP, SwizzledFormat
-from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.kvcache.tensors import LayerCache
 
 _WIDE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -67,26 +64,8 @@ class KVSide(NamedTuple):
     power: Any
 
 
-def refuse(spec: KVCacheSpec) -> Refusal | None:
-    """Why the Triton kernels cannot hold such a cache, beside what its format refuses; None when they can."""
-    kv_format = get_format(spec.format)
-    if not isinstance(kv_format, PlanesFormat | RecordsFormat | DenseFormat):
-        return Refusal(f"the Triton kernels hold no {spec.format} KV", "leave the arrangement to another attention back end")
-    k, v = (side.codec for side in kv_format.sides)
-    for codec in (k, v):
-        if codec.name not in CODECS:
-            return Refusal(f"the Triton kernels hold no {codec.name} KV", "use --attention-backend reference")
-    word_bytes = max(k.bits, v.bits) // 8
-    if word_bytes > 1 and any(plane.bytes % word_bytes for plane in kv_format.planes(spec)):
-        reason = (
-            f"{spec.format} KV: the planes of a block of {spec.block_size} tokens are no whole words, as the Triton kernels read"
-        )
-        return Refusal(reason, "use --block-size 16")
-    return None
-
-
 def view_sides(cache: LayerCache, *, by_word: bool = True) -> tuple[KVSide, KVSide]:
-    """K and V of a cache that `refuse` lets pass. by_word: whether codes may be read as float16 (`packed`), where they can."""
+    """K and V of a cache that `limits.refuse` lets pass. by_word: whether codes may be read as float16, where `packed` can."""
     kv_format, spec = cache.format, cache.spec
     assert isinstance(kv_format, CodedFormat | DenseFormat)
     k, v = (side.codec for side in kv_format.sides)

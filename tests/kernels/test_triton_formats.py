@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.triton import limits
 from halfbyte.kvcache.formats import ARRANGEMENTS, FORMATS, get_format
 from halfbyte.kvcache.formats.coded import CodedFormat
 from halfbyte.kvcache.formats.dense import DenseFormat
@@ -38,7 +39,7 @@ def spec_of(name: str, shape: tuple[int, int, int, int]) -> KVCacheSpec:
     spec = KVCacheSpec(
         num_kv_heads=heads, head_dim=dim, head_dim_v=dim_v, block_size=block_size, sliding_window=None, format=name
     )
-    if refusal := get_format(name).refuse(spec, detect_platform("cpu")) or sides.refuse(spec):
+    if refusal := get_format(name).refuse(spec, detect_platform("cpu")) or limits.refuse(spec):
         pytest.skip(refusal.reason)
     return spec
 
@@ -207,6 +208,13 @@ def test_every_codec_has_kernels_and_every_other_format_is_refused() -> None:
         kv_format = get_format(name)
         spec = KVCacheSpec(2, 64, 64, 16, None, name)
         plain = isinstance(kv_format, CodedFormat | DenseFormat) and "@" not in name
-        assert (sides.refuse(spec) is None) == plain
-    odd = sides.refuse(KVCacheSpec(1, 16, 16, 1, None, "k:nvfp4,v:bfloat16"))
+        assert (limits.refuse(spec) is None) == plain
+    odd = limits.refuse(KVCacheSpec(1, 16, 16, 1, None, "k:nvfp4,v:bfloat16"))
     assert odd is not None and odd.fix == "use --block-size 16"
+
+
+def test_limits_know_the_codecs() -> None:
+    """They are asked where triton cannot be imported."""
+    from halfbyte.kernels.triton.codecs import CODECS
+
+    assert CODECS.keys() == limits.CODEC_NAMES

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -108,3 +110,17 @@ def test_everything_advertised_is_possible_somewhere() -> None:
     }
     assert {name for name, _ in readers} == set(FORMATS)
     assert {backend for _, backend in readers} == set(BACKENDS)
+
+
+def test_needs_no_package_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where none is installed, the table of the build is the same."""
+    program = """
+import sys
+for name in ("triton", "flashinfer", "flash_attn"):
+    sys.modules[name] = None
+from halfbyte.entrypoints import cli
+sys.exit(cli.main(["support", "--markdown"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown(capsys, "--markdown")
