@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("halfbyte.entrypoints.commands.generate", "complete one prompt and print the text"),
     "chat": ("halfbyte.entrypoints.commands.chat", "talk to a running server"),
     "fetch": ("halfbyte.entrypoints.commands.fetch", "download a model of the catalogue and print its path"),
+    "preload": ("halfbyte.entrypoints.commands.preload", "make ahead what a start would make, and measure kernels on a GPU"),
     "bench": ("halfbyte.entrypoints.commands.bench", "measure latency, throughput, a server, its start or the kernels"),
     "calibrate": ("halfbyte.entrypoints.commands.calibrate", "measure a model once for low-precision KV caches"),
     "kv-eval": ("halfbyte.entrypoints.commands.kv_eval", "measure what KV cache formats cost in accuracy"),

@@ -4,7 +4,7 @@ Laws in plain PyTorch. Noise is a pure function of (seed, position, token id), s
 batch. Candidates have one order, equal logits by token id, so that every filter keeps a prefix of it and no choice depends
 on how a sort breaks ties. Knows no requests; called by the sampler.
 
-Shape letters: R rows, V vocabulary, K candidates.
+Shape letters: R rows, V vocabulary, K candidates, N rows that are asked for, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -138,3 +138,58 @@ def penalise_(
     repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
     logits_RV.copy_(torch.where(is_seen_RV, repeated_RV, logits_RV))
     logits_RV.sub_(frequency_R[:, None] * count_RV + presence_R[:, None] * (count_RV > 0))
+
+
+def penalise_rows_(
+    logits_RV: Tensor,
+    at_N: Tensor,
+    token_ids: Tensor,
+    row_N: Tensor,
+    num_prompt_N: Tensor,
+    num_tokens_N: Tensor,
+    repetition_N: Tensor,
+    frequency_N: Tensor,
+    presence_N: Tensor,
+    max_tokens: int,
+) -> None:
+    """`penalise_` for the rows `at_N` of the logits, with what their tokens are counted to be.
+
+    token_ids: int32 [all rows, L]; row_N says which of these rows belong to `at_N`, num_prompt_N and num_tokens_N (int64) how
+    long prompt and whole are; max_tokens: at least the greatest of these.
+    """
+    token_NL = token_ids[row_N, :max_tokens].long()
+    position_L = torch.arange(max_tokens, device=logits_RV.device)
+    is_token_NL = position_L < num_tokens_N[:, None]
+    is_output_NL = is_token_NL & (position_L >= num_prompt_N[:, None])
+    zeros_NV = logits_RV.new_zeros(len(at_N), logits_RV.shape[1])
+    seen_NV = zeros_NV.scatter_add(1, token_NL, is_token_NL.to(logits_RV.dtype)) > 0
+    count_NV = zeros_NV.scatter_add_(1, token_NL, is_output_NL.to(logits_RV.dtype))
+    logits_NV = logits_RV[at_N]
+    penalise_(logits_NV, seen_NV, count_NV, repetition_N, frequency_N, presence_N)
+    logits_RV[at_N] = logits_NV
+
+
+def choose_unsettled_(
+    token_N: Tensor,
+    settled_N: Tensor,
+    logits_RV: Tensor,
+    at_N: Tensor,
+    temperature_N: Tensor,
+    top_k_N: Tensor,
+    top_p_N: Tensor,
+    min_p_N: Tensor,
+    seed_N: Tensor,
+    position_N: Tensor,
+) -> None:
+    """Overwrites the tokens (int64) of rows that are not settled with the choice among all that their filters keep.
+
+    By a sort of the whole vocabulary, for all rows, as who may not look which of them are settled has to. The numbers of rows
+    are as `count_kept` and `gumbel_noise` take them.
+    """
+    vocab_size = logits_RV.shape[1]
+    scaled_NV = logits_RV[at_N].div_(temperature_N[:, None])
+    values_NV, ids_NV = ordered_top(scaled_NV, vocab_size)
+    count_N, _ = count_kept(values_NV, log_normaliser(scaled_NV), top_k_N, top_p_N, min_p_N, vocab_size)
+    values_NV.masked_fill_(torch.arange(vocab_size, device=logits_RV.device) >= count_N[:, None], -torch.inf)
+    best_N1 = gumbel_noise(seed_N, position_N, ids_NV).add_(values_NV).argmax(1, keepdim=True)
+    token_N.copy_(torch.where(settled_N, token_N, ids_NV.gather(1, best_N1)[:, 0]))

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfbyte.kernels.sampling import penalise_, rows_at_a_time
+from halfbyte.kernels.sampling import rows_at_a_time
 from halfbyte.model_runner.device import Device
 from halfbyte.model_runner.request_rows import RequestRows
+from halfbyte.model_runner.sampling_kernels import SamplingKernels
 from halfbyte.model_runner.sampling_rows import RowEdits
 
 _MASK_BITS = 32
@@ -27,7 +28,9 @@ _MASK_BITS = 32
 Asked = Sequence[tuple[int, RowEdits]]
 
 
-def edit_logits(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, grammar_mask_RW: Tensor | None) -> bool:
+def edit_logits(
+    logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, grammar_mask_RW: Tensor | None, kernels: SamplingKernels
+) -> bool:
     """Apply everything that the rows ask, in place. False when there was nothing to do."""
     asked = [(at, edits) for at, row in enumerate(row_R.tolist()) if (edits := rows.sampling.edits[row]) is not None]
     if asked:
@@ -36,7 +39,7 @@ def edit_logits(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, grammar
         num_output_R = rows.num_tokens[row_R] - rows.num_prompt_tokens[row_R]
         early = [(at, edits) for at, edits in asked if num_output_R[at] < edits.min_tokens]
         _delay_stop(logits_RV, rows.device, early)
-        _penalise(logits_RV, rows, row_R, [at for at, edits in asked if edits.penalises])
+        _penalise(logits_RV, rows, row_R, [at for at, edits in asked if edits.penalises], kernels)
         _forbid_bad_words(logits_RV, rows, row_R, asked)
     if grammar_mask_RW is not None:
         logits_RV.masked_fill_(~unpack_bits(grammar_mask_RW, logits_RV.shape[1]), -torch.inf)
@@ -73,28 +76,26 @@ def _delay_stop(logits_RV: Tensor, device: Device, asked: Asked) -> None:
         logits_RV.index_put_((at_N, ids_N), logits_RV.new_full((), -torch.inf))
 
 
-def _penalise(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, at: list[int]) -> None:
+def _penalise(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, at: list[int], kernels: SamplingKernels) -> None:
     step = rows_at_a_time(logits_RV)
     for start in range(0, len(at), step):
-        _penalise_some(logits_RV, rows, row_R, at[start : start + step])
-
-
-def _penalise_some(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, at: list[int]) -> None:
-    row_N = row_R[at]
-    table = np.stack([np.array(at), row_N, rows.num_prompt_tokens[row_N], rows.num_tokens[row_N]])
-    at_N, index_N, num_prompt_N, num_tokens_N = rows.device.upload(table)
-    length = int(rows.num_tokens[row_N].max())
-    token_NL = rows.token_ids[index_N, :length].long()
-    position_L = torch.arange(length, device=logits_RV.device)
-    is_token_NL = position_L < num_tokens_N[:, None]
-    is_output_NL = is_token_NL & (position_L >= num_prompt_N[:, None])
-    zeros_NV = logits_RV.new_zeros(len(at), logits_RV.shape[1])
-    seen_NV = zeros_NV.scatter_add(1, token_NL, is_token_NL.to(logits_RV.dtype)) > 0
-    count_NV = zeros_NV.scatter_add_(1, token_NL, is_output_NL.to(logits_RV.dtype))
-    numbers = rows.sampling.gather(index_N)
-    logits_NV = logits_RV[at_N]
-    penalise_(logits_NV, seen_NV, count_NV, numbers.repetition_R, numbers.frequency_R, numbers.presence_R)
-    logits_RV[at_N] = logits_NV
+        some = np.array(at[start : start + step])
+        row_N = row_R[some]
+        num_tokens_N = rows.num_tokens[row_N]
+        table = rows.device.upload(np.stack([some, row_N, rows.num_prompt_tokens[row_N], num_tokens_N]))
+        numbers = rows.sampling.gather(table[1])
+        kernels.penalise_(
+            logits_RV,
+            table[0],
+            rows.token_ids,
+            row_N=table[1],
+            num_prompt_N=table[2],
+            num_tokens_N=table[3],
+            repetition_N=numbers.repetition_R,
+            frequency_N=numbers.frequency_R,
+            presence_N=numbers.presence_R,
+            max_tokens=int(num_tokens_N.max()),
+        )
 
 
 def _forbid_bad_words(logits_RV: Tensor, rows: RequestRows, row_R: np.ndarray, asked: Asked) -> None:

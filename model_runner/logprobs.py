@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.model_runner.device import HOST, Device
-from halfbyte.model_runner.sampler import TORCH_SAMPLING, SamplingKernels
+from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING, SamplingKernels
 from halfbyte.types import TokenLogprobs
 
 # What to list at a position: so many of the best (-1 is all), or these token ids in their order.

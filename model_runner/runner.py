@@ -18,7 +18,6 @@ from torch import Tensor
 
 from halfbyte.config import EngineConfig
 from halfbyte.errors import Refusal, UnsupportedError
-from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.attention.base import AttentionBackend
 from halfbyte.kernels.attention.selection import arranged_spec
 from halfbyte.kernels.attention.vendors import LayerFacts
@@ -28,6 +27,7 @@ from halfbyte.kvcache.formats import get_format, page_bytes
 from halfbyte.kvcache.scales import LayerScales
 from halfbyte.kvcache.spec import KVCacheSpec, KVLayout, make_layout
 from halfbyte.kvcache.tensors import KVTensors, LayerParts
+from halfbyte.model_runner.attention_tiles import load_backend
 from halfbyte.model_runner.block_tables import BlockTables
 from halfbyte.model_runner.cpu_model import CpuModel, load_cpu_model
 from halfbyte.model_runner.decoder_config import DecoderConfig
@@ -43,7 +43,7 @@ from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.weights import prepack_weights
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.request_rows import RequestRows
-from halfbyte.model_runner.sampler import TORCH_SAMPLING, SamplingKernels
+from halfbyte.model_runner.sampling_kernels import SamplingKernels, TorchSampling
 from halfbyte.model_runner.source import ModelFiles
 from halfbyte.model_runner.step_sampling import StepSampling
 from halfbyte.platform import Platform
@@ -54,7 +54,7 @@ StoredScales = tuple[list[LayerScales], list[str]]  # of each layer, and lines f
 
 def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig, platform: Platform) -> ModelRunner:
     """Load the weights. The cache is allocated later, when its size is known."""
-    backend = get_backend(config.attention_backend)
+    backend, tiles = load_backend(config, decoder, platform, first_tokens(config))
     settings = config.model
     device = make_device(settings.device)
     plan = graph_plan(config, backend)  # what it refuses is refused before weights are read
@@ -75,6 +75,7 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
     limit = f"{platform.memory_limit_bytes / 2**30:.1f} GiB of memory"
     lines = [
         f"kernels: {kernels}; attention {backend.name} over {config.cache.layers_name} KV; {limit}",
+        *tiles,
         *layer_lines(config.cache.layer_dtypes),
         f"weights: {report.num_tensors} tensors, {report.num_bytes:,} bytes",
     ]
@@ -287,7 +288,7 @@ def _kernels_of(model: Model | CpuModel, device: Device) -> tuple[SamplingKernel
     if isinstance(model, CpuModel):
         return CpuSampling(model.engine), TORCH_INPUTS
     if device.place.type == "cpu":
-        return TORCH_SAMPLING, TORCH_INPUTS
+        return TorchSampling(is_host=device.is_host), TORCH_INPUTS
     from halfbyte.kernels.triton.sampling import TritonSampling
     from halfbyte.model_runner.triton_inputs import TritonInputs
 

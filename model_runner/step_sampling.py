@@ -19,7 +19,8 @@ from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.logprobs import Listed, look_up
 from halfbyte.model_runner.pending import PendingStep
 from halfbyte.model_runner.request_rows import RequestRows
-from halfbyte.model_runner.sampler import Sampler, SamplingKernels
+from halfbyte.model_runner.sampler import Sampler
+from halfbyte.model_runner.sampling_kernels import SamplingKernels
 from halfbyte.types import SamplingParams
 
 # float32 logits that exist at a time: what a CPU finishes at once, and what keeps a GPU busy

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from benchmarks.gpu.layer import Shape, Step
 from benchmarks.gpu.timing import Bench, Times
 from halfbyte.kernels.triton.sampling import TritonSampling
-from halfbyte.model_runner.sampler import TORCH_SAMPLING
+from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING
 
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4", "kv4", "kv5", "kv6", "int8_per_token_head")
 

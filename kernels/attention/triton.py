@@ -17,6 +17,7 @@ from torch import Tensor
 from halfbyte.errors import Refusal
 from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
 from halfbyte.kernels.triton.limits import CODEC_NAMES, refuse
+from halfbyte.kernels.triton.tiles import BUILT_IN, LayerKind, Tiles
 from halfbyte.kvcache.formats import get_format
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ MAX_ROWS = 128  # query heads per kv head that one tile holds
 
 
 class TritonBackend:
-    """`max_queries`: up to so many queries of a request are decoded together."""
+    """`max_queries`: up to so many queries of a request are decoded together. `tiles`: how the kernels are cut."""
 
     name = "triton"
     graph_support = "decode"
 
-    def __init__(self, max_queries: int = 1) -> None:
+    def __init__(self, max_queries: int = 1, tiles: Tiles = BUILT_IN) -> None:
         self._max_queries = max_queries
+        self._tiles = tiles
 
     def has_reader(self, kv_format: str) -> bool:
         sides = get_format(kv_format).sides
@@ -76,7 +78,9 @@ class TritonBackend:
 
         out_THD = torch.empty(*q_THD.shape[:2], spec.head_dim_v, dtype=q_THD.dtype, device=q_THD.device)
         if len(q_THD):
-            attention = Attention(cache, metadata, spec, sinks_H, gpu_of(q_THD.device))
+            kind = LayerKind.of(spec, cache.spec.format, q_THD.dtype, self._max_queries)
+            tuned = self._tiles.cuts.get(kind)
+            attention = Attention(cache, metadata, spec, sinks_H, gpu_of(q_THD.device), tuned)
             for launch in attention.launches(q_THD, k_TGD, v_TGD, out_THD):
                 launch.run()
         return out_THD

@@ -16,10 +16,16 @@ from torch import Tensor
 
 from halfbyte.kernels.cpu.abi import LogitRows
 from halfbyte.kernels.cpu.library import CpuEngine
+from halfbyte.kernels.sampling import count_kept, penalise_rows_
 
 
 class CpuSampling:
     """Implements the sampler's `SamplingKernels`, which says what the functions return, on the threads of `engine`."""
+
+    max_candidates = 1 << 20  # they should stay in the caches
+    choose_unsettled_ = None
+    count_kept = staticmethod(count_kept)
+    penalise_ = staticmethod(penalise_rows_)
 
     def __init__(self, engine: CpuEngine) -> None:
         self._engine = engine

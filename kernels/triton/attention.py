@@ -23,11 +23,14 @@ from halfbyte.kernels.triton.decode import Batch, Found, Kind, attend_parts, mer
 from halfbyte.kernels.triton.launch import Launch
 from halfbyte.kernels.triton.prefill import attend_prompts
 from halfbyte.kernels.triton.sides import KVSide, view_sides
-from halfbyte.kernels.triton.targets import decode_cut, num_programs, part_tokens, prompt_cut
+from halfbyte.kernels.triton.targets import Cut, Cuts, decode_cut, num_programs, part_tokens, prompt_cut
 from halfbyte.kernels.triton.turns import turn_launch
 from halfbyte.kernels.triton.vectors import vectors
 from halfbyte.kvcache.tensors import LayerCache
 from halfbyte.kvcache.turns import LayerTurns
+
+# K and V, and those of the first tokens (the same again where these are kept like others).
+Sides = tuple[KVSide, KVSide, KVSide, KVSide]
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -54,14 +57,14 @@ def gpu_of(device: torch.device) -> GPU:
 class TritonPlan:
     """What the host knows of a step and KV group. Lengths may be upper bounds, where a graph serves many steps.
 
-    batches: the list of work, by the query heads of a kv head, once it is made.
+    batches: the list of work, by the query heads of a kv head and the queries of a tile, once it is made.
     """
 
     max_queries: int
     query_lens: list[int]
     part_tokens: int
     max_parts: int
-    batches: dict[int, Batch] = field(default_factory=dict)
+    batches: dict[tuple[int, int], Batch] = field(default_factory=dict)
 
     @property
     def has_decodes(self) -> bool:
@@ -82,33 +85,50 @@ def make_plan(metadata: AttentionMetadata, window: int | None, max_queries: int)
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One layer in one step. sinks_H: float32, or None."""
+    """One layer in one step. sinks_H: float32, or None. tuned: cuts that were measured; None: the built-in ones."""
 
     cache: LayerCache
     metadata: AttentionMetadata
     spec: AttentionSpec
     sinks_H: Tensor | None
     gpu: GPU
+    tuned: Cuts | None = None
 
     def launches(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor) -> Iterator[Launch]:
         """K and V are stored, and `out_THD`, in q's dtype, is filled in for all tokens of requests."""
-        kind = self._kind(q_THD.dtype)
+        sides = self.sides(q_THD.dtype)
+        cuts = self.tuned or self.built_in_cuts(*sides[:2])
+        kind = self._kind(q_THD.dtype, cuts.prompt)
         plan, turns = self.metadata.plan, self.cache.turns or LayerTurns()
         yield from self._write(k_TGD, v_TGD)
         if turns.q_GDD is not None:
             turned_THD = _floats_like(q_THD)
             yield turn_launch(q_THD, turns.q_GDD, turned_THD)
             q_THD = turned_THD
-        if kind.heads.value not in plan.batches:
-            plan.batches[kind.heads.value] = _batch(self.metadata)
+        if (work := _work(kind)) not in plan.batches:
+            plan.batches[work] = _batch(self.metadata)
             yield self._plan(kind)
         found_THD = out_THD if turns.out_GDD is None else _floats_like(out_THD)
         if plan.has_decodes:
-            yield from self._decode(q_THD, found_THD, kind)
+            yield from self._decode(q_THD, found_THD, kind, cuts.decode, sides)
         if num_tiles := plan.num_tiles(kind.tile_queries.value):
-            yield self._prompts(q_THD, found_THD, kind, num_tiles)
+            yield self._prompts(q_THD, found_THD, kind, cuts.prompt, sides, num_tiles)
         if turns.out_GDD is not None:
             yield turn_launch(found_THD, turns.out_GDD, out_THD)
+
+    def sides(self, dtype: torch.dtype) -> Sides:
+        """As queries of this dtype meet them."""
+        k, v = view_sides(self.cache, by_word=dtype != torch.float32)
+        return (k, v, k, v) if self.cache.first is None else (k, v, *view_sides(self.cache.first))
+
+    def built_in_cuts(self, k: KVSide, v: KVSide) -> Cuts:
+        spec, architecture = self.spec, self.gpu.architecture
+        heads = spec.num_heads // spec.num_kv_heads
+        num_rows = triton.next_power_of_2(heads * self.metadata.plan.max_queries)
+        width, bits = max(k.width.value, v.width.value), (k.bits.value, v.bits.value)
+        is_packed = k.is_packed.value and v.is_packed.value
+        decode = decode_cut(architecture, num_rows, width, bits, is_packed)
+        return Cuts(decode, prompt_cut(architecture, heads, k.width.value))
 
     def _write(self, k_TGD: Tensor, v_TGD: Tensor) -> Iterator[Launch]:
         cache, metadata = self.cache, self.metadata
@@ -121,41 +141,34 @@ class Attention:
         arguments = (self._batch(kind), num_requests, kind, triton.next_power_of_2(num_requests))
         return Launch((1,), plan_batch, arguments)
 
-    def _decode(self, q_THD: Tensor, out_THD: Tensor, kind: Kind) -> Iterator[Launch]:
+    def _decode(self, q_THD: Tensor, out_THD: Tensor, kind: Kind, cut: Cut, sides: Sides) -> Iterator[Launch]:
         spec, metadata = self.spec, self.metadata
         batch, num_requests = self._batch(kind), len(metadata.seq_lens)
-        k, v, k_first, v_first = self._sides(kind)
         num_rows = kind.heads.value * kind.max_queries.value
         found = _found(metadata.plan.max_parts, spec.num_kv_heads, num_rows, spec.head_dim_v, q_THD.device)
-        width, bits = max(k.width.value, v.width.value), (k.bits.value, v.bits.value)
-        is_packed = k.is_packed.value and v.is_packed.value
-        cut = decode_cut(self.gpu.architecture, triton.next_power_of_2(num_rows), width, bits, is_packed)
         programs = min(num_programs(self.gpu.num_multiprocessors), metadata.plan.max_parts * spec.num_kv_heads)
-        what = (vectors(q_THD), batch, k, v, k_first, v_first, found, spec.scale, num_requests, spec.num_kv_heads, kind)
+        what = (vectors(q_THD), batch, *sides, found, spec.scale, num_requests, spec.num_kv_heads, kind)
         yield Launch((programs,), attend_parts, (*what, cut.rows, cut.tile, cut.stages), cut.num_warps, is_exact=False)
-        sizes = (spec.head_dim_v, v.width.value, self.sinks_H is not None)
+        sizes = (spec.head_dim_v, sides[1].width.value, self.sinks_H is not None)
         sinks = found.most if self.sinks_H is None else self.sinks_H
         arguments = (vectors(out_THD), batch, found, sinks, num_requests, spec.num_kv_heads, kind, cut.rows, *sizes)
         yield Launch((num_requests, spec.num_kv_heads), merge_parts, arguments, is_exact=False)
 
-    def _prompts(self, q_THD: Tensor, out_THD: Tensor, kind: Kind, num_tiles: int) -> Launch:
+    def _prompts(self, q_THD: Tensor, out_THD: Tensor, kind: Kind, cut: Cut, sides: Sides, num_tiles: int) -> Launch:
         spec, metadata = self.spec, self.metadata
-        sides = self._sides(kind)
-        cut = prompt_cut(self.gpu.architecture, kind.heads.value, sides[0].width.value)
         sinks = sides[0].scale if self.sinks_H is None else self.sinks_H
         what = (vectors(q_THD), vectors(out_THD), self._batch(kind), *sides, sinks, spec.scale, len(metadata.seq_lens), kind)
         arguments = (*what, cut.rows, cut.tile, cut.stages, self.sinks_H is not None)
         return Launch((num_tiles, spec.num_kv_heads), attend_prompts, arguments, cut.num_warps, is_exact=False)
 
-    def _kind(self, dtype: torch.dtype) -> Kind:
+    def _kind(self, dtype: torch.dtype, prompt: Cut) -> Kind:
         spec, metadata = self.spec, self.metadata
         heads = spec.num_heads // spec.num_kv_heads
         first = metadata.first
-        cut = prompt_cut(self.gpu.architecture, heads, triton.next_power_of_2(spec.head_dim))
         constants = (
             heads,
             metadata.plan.max_queries,
-            cut.rows // heads,
+            prompt.rows // heads,
             metadata.plan.part_tokens,
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
@@ -167,14 +180,13 @@ class Attention:
         return Kind(*map(tl.constexpr, constants))
 
     def _batch(self, kind: Kind) -> Batch:
-        found: Batch = self.metadata.plan.batches[kind.heads.value]
+        found: Batch = self.metadata.plan.batches[_work(kind)]
         return found
 
-    def _sides(self, kind: Kind) -> tuple[KVSide, KVSide, KVSide, KVSide]:
-        """K and V, and those of the first tokens (the same again where these are kept like others)."""
-        by_word = kind.dtype.value != tl.float32
-        k, v = view_sides(self.cache, by_word=by_word)
-        return (k, v, k, v) if self.cache.first is None else (k, v, *view_sides(self.cache.first))
+
+def _work(kind: Kind) -> tuple[int, int]:
+    """Layers for which this is the same share a list of work."""
+    return kind.heads.value, kind.tile_queries.value
 
 
 def _batch(metadata: AttentionMetadata) -> Batch:

@@ -27,5 +27,9 @@ class Launch(NamedTuple):
         """What the compilation takes beside the arguments."""
         return {"num_warps": self.num_warps, **(FUSION_OFF if self.is_exact else {})}
 
+    def compile(self) -> None:
+        """As `run` would; nothing runs. Raises what the compiler raises."""
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
+
     def run(self) -> None:
         self.kernel[self.grid](*self.arguments, **self.options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from halfbyte.kernels.moe import Routing
 from halfbyte.kernels.triton import activation
 from halfbyte.kernels.triton.launch import Launch
-from halfbyte.kernels.triton.sampling import order_bits
+from halfbyte.kernels.triton.order import order_bits
 
 # Pairs, outputs and inputs of a tile. For few tokens reading the weights takes longer than products of a tile that is not full.
 _TILE, _OUTPUTS, _INPUTS = 64, 64, 64

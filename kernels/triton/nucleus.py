@@ -1,7 +1,7 @@
 """Top-k, top-p, min-p and the choice for rows that few candidates do not settle, in Triton: without a sort, without the host.
 
-The law is `ordered_top` of the whole vocabulary, `count_kept` and the noise. What they keep is all above some key of the law's
-order, and that key is found by halving: a program takes a row, and weighs what lies above the middle until one token is left
+The law is `kernels.sampling.choose_unsettled_`, which sorts. What its filters keep is all above some key of the law's order, and
+that key is found by halving: a program takes a row, and weighs what lies above the middle until one token is left
 between the bounds. Masses are whole numbers of 2^-40 of the greatest, so that no order of sums can be seen. Rows that are
 settled cost a glance. Knows tensors; knows no requests. Called by the sampler of a GPU.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfbyte.kernels.triton.launch import Launch
 from halfbyte.kernels.triton.noise import gumbel
-from halfbyte.kernels.triton.sampling import order_bits
+from halfbyte.kernels.triton.order import order_bits
 
 _TOKENS_AT_A_TIME = 4096
 _NUM_WARPS = 16
@@ -36,10 +36,7 @@ def choose_unsettled_(
     seed_N: Tensor,
     position_N: Tensor,
 ) -> None:
-    """Overwrites the tokens (int64) of rows that are not settled with the choice among all that their filters keep.
-
-    The numbers of rows are as `count_kept`, `gumbel_noise` and `ordered_top` take them.
-    """
+    """As the law: overwrites the tokens (int64) of rows that are not settled with the choice among all that filters keep."""
     if len(at_N):
         filters = top_k_N, top_p_N, min_p_N
         launch_of(token_N, settled_N, logits_RV, at_N, temperature_N, *filters, seed_N, position_N).run()

@@ -1,4 +1,4 @@
-"""Penalties in Triton: counts each row's tokens, then edits its logits; the twin of `kernels.sampling.penalise_`.
+"""Penalties in Triton: counts each row's tokens, then edits its logits; the twin of `kernels.sampling.penalise_rows_`.
 
 The two kernels share a word per row and token: its lowest bit says that the prompt has the token, the rest how often the output
 has it. Atomic operations on whole numbers, so that no order can be seen. Knows tensors; knows no requests. Called by the
@@ -31,11 +31,7 @@ def penalise_(
     presence_N: Tensor,
     max_tokens: int,
 ) -> None:
-    """Edits the rows `at_N` of the logits, in place, as the law does with what it counts.
-
-    token_ids: int32 [all rows, L]; row_N says which of these rows belong to `at_N`, num_prompt_N and num_tokens_N (int64) how
-    long prompt and whole are; max_tokens: at least the greatest of these. The penalties are float32.
-    """
+    """As the law: edits the rows `at_N` of the logits, in place. The penalties are float32, the numbers of rows int64."""
     if len(at_N):
         numbers = (repetition_N.contiguous(), frequency_N.contiguous(), presence_N.contiguous())
         for launch in launches_of(logits_RV, at_N, token_ids, row_N, num_prompt_N, num_tokens_N, *numbers, max_tokens):

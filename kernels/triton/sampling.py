@@ -16,18 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.sampling import rows_at_a_time
+from halfbyte.kernels.triton.filters import count_kept
 from halfbyte.kernels.triton.launch import Launch
 from halfbyte.kernels.triton.noise import gumbel
+from halfbyte.kernels.triton.nucleus import choose_unsettled_
+from halfbyte.kernels.triton.order import order_bits
+from halfbyte.kernels.triton.penalties import penalise_
 
 PART = 2048  # tokens of a program
 
 _LOWEST = tl.constexpr(-(1 << 63))
 _BITS_OF_INF = tl.constexpr(0x7F800000)
-_NO_NUMBER = tl.constexpr(0x7FFFFFFF)
 
 
 class TritonSampling:
     """Implements the sampler's `SamplingKernels`, which says what the functions return."""
+
+    max_candidates = 1 << 24
+    count_kept = staticmethod(count_kept)
+    penalise_ = staticmethod(penalise_)
+    choose_unsettled_ = staticmethod(choose_unsettled_)
 
     def best(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         token_R = torch.empty(len(logits_RV), dtype=torch.int64, device=logits_RV.device)
@@ -156,13 +164,6 @@ def _load(
 def _key(value: tl.tensor, token: tl.tensor, width: tl.tensor) -> tl.tensor:
     """The law's key in `ordered_top`: greater for greater values, of equal ones for lower ids."""
     return (order_bits(value).to(tl.int64) << 32) | (width - 1 - token).to(tl.int64)
-
-
-@triton.jit
-def order_bits(value: tl.tensor) -> tl.tensor:
-    """int32 numbers in the order of the values. Zeros are equal whatever their sign; a NaN is above all, as in argmax."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return tl.where(value != value, _NO_NUMBER, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""How the attention kernels are cut for each GPU: tile lengths, warps, stages. One table, nothing is tuned while serving.
+"""How the attention kernels are cut for each GPU: tile lengths, warps, stages. The built-in table; nothing is tuned in service.
 
 Decoding is bound by memory: one warp to a program, many programs to a multiprocessor, tiles that fit into the registers.
 Prompts are bound by tensor cores: tiles of queries as tall as their instructions want. Knows architectures by the names of
-`halfbyte.platform`; called by the Triton attention back end.
+`halfbyte.platform`; called by the Triton attention back end where `tiles` has no cuts that were measured, and by `tuning`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ class Cut:
     tile: int
     num_warps: int
     stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Of one kind of layer: for requests that are decoded, and for prompts."""
+
+    decode: Cut
+    prompt: Cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from halfbyte.kernels.sampling import gumbel_noise, log_normaliser, ordered_top,
 from halfbyte.model_runner.device import HOST
 from halfbyte.model_runner.logprobs import Listed, token_logprobs
 from halfbyte.model_runner.request_rows import RequestRows
-from halfbyte.model_runner.sampler import TORCH_SAMPLING, Sampled, Sampler, SamplingKernels
+from halfbyte.model_runner.sampler import Sampled, Sampler
+from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING, SamplingKernels
 from halfbyte.types import NewRow, SamplingParams
 
 try:

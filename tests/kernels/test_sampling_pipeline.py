@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,14 @@ from halfbyte.model_runner.device import HOST
 from halfbyte.model_runner.logit_edits import unpack_bits
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampler import Sampled, Sampler
+from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING, SamplingKernels, TorchSampling
 from halfbyte.types import NewRow, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 # Chi-square with 63 degrees of freedom exceeds this once in a million.
 CHI_SQUARE_63 = 127.0
+# The laws where the host may not look whether candidates settle a row.
+UNSEEN = TorchSampling(is_host=False)
 
 
 @dataclass
@@ -39,7 +43,14 @@ class Case:
     bad_words: list[list[int]] = field(default_factory=list)
 
 
-def run(logits_RV: Tensor, cases: list[Case], *, keep_processed: bool = False, mask: Tensor | None = None) -> Sampled:
+def run(
+    logits_RV: Tensor,
+    cases: list[Case],
+    *,
+    keep_processed: bool = False,
+    mask: Tensor | None = None,
+    kernels: SamplingKernels = TORCH_SAMPLING,
+) -> Sampled:
     rows = RequestRows(len(cases) + 2, 64, logits_RV.shape[1], HOST)
     rows.add(NewRow("other", [3, 3], 1, 0, [[]], SamplingParams(seed=1, repetition_penalty=3.0), frozenset()))  # not in the batch
     row_R = [
@@ -47,7 +58,7 @@ def run(logits_RV: Tensor, cases: list[Case], *, keep_processed: bool = False, m
         for i, c in enumerate(cases)
     ]
     rows.apply()
-    return Sampler(rows, keep_processed=keep_processed).sample(logits_RV.clone(), np.array(row_R), mask)
+    return Sampler(rows, keep_processed=keep_processed, kernels=kernels).sample(logits_RV.clone(), np.array(row_R), mask)
 
 
 def choose(logits_RV: Tensor, *cases: Case | SamplingParams, mask: Tensor | None = None) -> list[int]:
@@ -188,6 +199,9 @@ def test_slices_equal_the_whole_vocabulary(batch: list[SamplingParams], vocab_si
     assert whole.token_R.tolist() == chosen
     assert whole.processed_RV is not None and sampled.processed_RV is not None
     assert torch.equal(whole.processed_RV, sampled.processed_RV)
+    unseen = [run(logits_RV, [Case(p) for p in batch], kernels=UNSEEN, keep_processed=keep) for keep in (False, True)]
+    assert [u.token_R.tolist() for u in unseen] == [chosen, chosen]
+    assert unseen[1].processed_RV is not None and torch.equal(unseen[1].processed_RV, sampled.processed_RV)
     assert chosen == [choose(logits_RV[i : i + 1], p)[0] for i, p in enumerate(batch)]
 
 
@@ -224,7 +238,7 @@ def test_work_is_cut_into_pieces_that_show_nowhere(monkeypatch: pytest.MonkeyPat
         for i in range(7)
     ]
     whole = choose(logits_RV, *asked)
-    for module in ("sampler", "logit_edits"):
+    for module in ("sampling_kernels", "logit_edits"):
         monkeypatch.setattr(f"halfbyte.model_runner.{module}.rows_at_a_time", lambda logits: 2)
     assert choose(logits_RV, *asked) == whole
 
@@ -343,9 +357,8 @@ def test_processed_logits_are_what_was_sampled_from() -> None:
     assert processed.tolist() == [[-torch.inf, 6.0, 4.0], [1.0, 3.0, 2.0], [0.5, 1.5, 1.0]]
 
 
-def test_a_step_that_asks_nothing_does_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_asks_nothing_does_nothing_else() -> None:
     """The fast path: greedy rows without options are one argmax."""
-    for name in ("ordered_top", "count_kept", "gumbel_noise", "log_normaliser"):
-        monkeypatch.delattr(f"halfbyte.model_runner.sampler.{name}")
-    monkeypatch.delattr("halfbyte.model_runner.logit_edits.penalise_")
-    assert choose(torch.tensor([[0.0, 2.0], [1.0, 0.0]]), GREEDY, GREEDY) == [1, 0]
+    only_best: Any = SimpleNamespace(best=TORCH_SAMPLING.best)
+    sampled = run(torch.tensor([[0.0, 2.0], [1.0, 0.0]]), [Case(GREEDY), Case(GREEDY)], kernels=only_best)
+    assert sampled.token_R.tolist() == [1, 0]

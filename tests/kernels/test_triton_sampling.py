@@ -7,19 +7,26 @@ K candidates, L tokens of a row.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from halfbyte.kernels import sampling as law
-from halfbyte.model_runner.sampler import TORCH_SAMPLING
+from halfbyte.model_runner.device import HOST
+from halfbyte.model_runner.request_rows import RequestRows
+from halfbyte.model_runner.sampler import Sampler
+from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING
+from halfbyte.types import NewRow, SamplingParams
 from tests.kernels.triton_interpreter import interpreted, jit, tl
 
 sampling, filters, penalties, noise, nucleus = interpreted(
     *(f"halfbyte.kernels.triton.{name}" for name in ("sampling", "filters", "penalties", "noise", "nucleus"))
 )
 KERNELS = sampling.TritonSampling()
+plain_ordered_top = sampling.TritonSampling.ordered_top
 uniform = noise._uniform
 
 # Around the borders of a part, which is 256 tokens in these tests.
@@ -294,22 +301,23 @@ def test_penalties_are_the_law_to_the_bit(tokens: int, monkeypatch: pytest.Monke
     assert not torch.equal(found[at], logits[at])
 
 
-def chosen_by_law(
-    logits: Tensor, at: Tensor, temperature: Tensor, shares: list[Tensor], seed: Tensor, position: Tensor
-) -> Tensor:
-    """By a sort of the whole vocabulary, with the kernel's noise."""
-    width = logits.shape[1]
-    values, ids = law.ordered_top(logits[at] / temperature[:, None], width)
-    count, _ = law.count_kept(values, law.log_normaliser(values), *shares, width)
-    values.masked_fill_(torch.arange(width) >= count[:, None], -torch.inf)
-    best = (KERNELS.gumbel_noise(seed, position, ids) + values).argmax(1, keepdim=True)
-    return ids.gather(1, best)[:, 0]
+@pytest.fixture
+def small_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of these tests take several."""
+    monkeypatch.setattr(nucleus, "_TOKENS_AT_A_TIME", 256)
+
+
+@pytest.fixture
+def laws_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law with the kernel's noise, so that choices are compared to the bit."""
+    monkeypatch.setattr(
+        law, "gumbel_noise", lambda seed, position, ids: KERNELS.gumbel_noise(seed, position, ids.expand(len(seed), -1))
+    )
 
 
 @pytest.mark.parametrize("width", [1, 5, 256, 700])
-def test_unsettled_rows_choose_without_a_sort(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsettled_rows_choose_without_a_sort(width: int, small_loads: None, laws_noise: None) -> None:
     """Every filter on flat rows, on steep ones, on rows of few tokens, and on rows full of ties, which the id alone cuts."""
-    monkeypatch.setattr(nucleus, "_TOKENS_AT_A_TIME", 256)
     num = len(FILTERS)
     logits = torch.randn(5, width, generator=seeded(13)) * torch.tensor([[0.1], [1.0], [5.0], [3.0], [0.0]])
     logits[2, torch.rand(width, generator=seeded(14)) < 0.9] = -torch.inf
@@ -322,7 +330,82 @@ def test_unsettled_rows_choose_without_a_sort(width: int, monkeypatch: pytest.Mo
     settled = torch.arange(num) % 5 == 4
     for row in range(5):
         at = torch.full((num,), row)
-        found = torch.full((num,), -1)
-        nucleus.choose_unsettled_(found, settled, logits, at, temperature, *shares, seed, position)
-        want = chosen_by_law(logits, at, temperature, shares, seed, position)
-        assert found.tolist() == torch.where(settled, -1, want).tolist()
+        found, want = torch.full((2, num), -1)
+        for choose_, token in ((nucleus.choose_unsettled_, found), (law.choose_unsettled_, want)):
+            choose_(token, settled, logits, at, temperature, *shares, seed, position)
+        assert found.tolist() == want.tolist() and (found < 0).tolist() == settled.tolist()
+
+
+@pytest.mark.parametrize("most", [2.5, 0.0, -1.5])
+def test_min_p_cuts_between_neighbours(most: float, small_loads: None, laws_noise: None) -> None:
+    """A min-p of 1 keeps what equals the greatest, down to the last id, and not what is a unit in the last place below: not even
+    the first id, whose key is next to that of the last one that is kept where ids take all of their bits (a width of 256)."""
+    num, width = 64, 256
+    greatest = torch.tensor(most)
+    logits = torch.full((1, width), -40.0)
+    logits[0, [7, width - 1]] = greatest
+    logits[0, [0, 9]] = torch.nextafter(greatest, torch.tensor(-torch.inf))
+    seed = torch.arange(num)
+    top_k, at, top_p = torch.zeros_like(seed), torch.zeros_like(seed), torch.ones(num, dtype=torch.float64)
+    found, want = torch.full((2, num), -1)
+    for choose_, token in ((nucleus.choose_unsettled_, found), (law.choose_unsettled_, want)):
+        choose_(token, seed < 0, logits, at, torch.ones(num), top_k, top_p, top_p, seed, seed)
+    assert found.tolist() == want.tolist() and set(found.tolist()) == {7, width - 1}
+
+
+def test_min_p_cuts_where_the_share_is(small_loads: None, laws_noise: None) -> None:
+    """Tokens on both sides of each share of the greatest, as near as logarithms of two libraries may differ (4 units in the last
+    place of the logit); as likely as each other, so that both would be chosen if both were kept."""
+    num, width = 64, 300
+    seed = torch.arange(num)
+    top_k, at, top_p = torch.zeros_like(seed), torch.zeros_like(seed), torch.ones(num, dtype=torch.float64)
+    for share in (0.9, 0.5, 0.1, 0.01):
+        logits = torch.full((1, width), -40.0)
+        least = math.log(share) + 1.0
+        near = 4 * 2.0**-23 * max(abs(math.log(share)), abs(least), 1.0)
+        logits[0, 5] = 1.0
+        logits[0, 100:200], logits[0, 200:] = least + near, least - near
+        found, want = torch.full((2, num), -1)
+        for choose_, token in ((nucleus.choose_unsettled_, found), (law.choose_unsettled_, want)):
+            choose_(token, seed < 0, logits, at, torch.ones(num), top_k, top_p, torch.full_like(top_p, share), seed, seed)
+        assert found.tolist() == want.tolist() and set(found.tolist()) <= {5, *range(100, 200)} and len(set(found.tolist())) > 20
+
+
+FILTERED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"top_k": 50},
+    {"top_p": 0.9},
+    {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    {"min_p": 0.05},
+    {"temperature": 2.0, "top_p": 0.99},
+    {"top_k": 400, "temperature": 1.8},
+    {"min_p": 0.001, "temperature": 2.0, "top_p": 0.9},
+    {"top_p": 0.5, "repetition_penalty": 1.2, "frequency_penalty": 0.7, "logit_bias": {3: 5.0}},
+    {"presence_penalty": 0.5, "temperature": 0.0, "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["tokens", "processed"])
+def test_the_sampler_chooses_what_the_laws_choose(
+    keep: bool, small_loads: None, laws_noise: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among no more candidates than the first slice has, but where what is kept is wanted."""
+    width, num = 1000, 4 * len(FILTERED)
+    widths = []
+    monkeypatch.setattr(
+        sampling.TritonSampling, "ordered_top", lambda *given: widths.append(given[-1]) or plain_ordered_top(KERNELS, *given[1:])
+    )
+    logits = torch.randn(num, width, generator=seeded(15)) * 2
+    rows = RequestRows(num, 8, width, HOST)
+    asked = [SamplingParams(**{"seed": i, **FILTERED[i % len(FILTERED)]}) for i in range(num)]
+    row_R = np.array([rows.add(NewRow(str(i), [i, 2, 2], 1, 0, [[]], p, frozenset({2}))) for i, p in enumerate(asked)])
+    rows.apply()
+    ours, laws = (
+        Sampler(rows, keep_processed=keep, kernels=kernels).sample(logits.clone(), row_R) for kernels in (KERNELS, TORCH_SAMPLING)
+    )
+    assert ours.token_R.tolist() == laws.token_R.tolist() and ours.finite_R.all()
+    assert set(widths) == ({law.SLICE + 1, width} if keep else {law.SLICE + 1})
+    if keep:
+        assert ours.processed_RV is not None and laws.processed_RV is not None
+        assert torch.equal(ours.processed_RV, laws.processed_RV)

@@ -1,16 +1,13 @@
 """The runner on a device that is as strict as a GPU (`fake_device`): nothing waits inside a step, graphs give the bits of eager
 steps, tokens stay on the device between steps.
 
-The model's products are sums of their own here, whose order does not depend on how many rows there are: what differs in a bit
-is a fault of the runner. Rows are driven by hand through SchedulerOutput.
-
-Shape letters: T tokens, R requests, L context positions, H heads, G kv heads, D head dim.
+The runner and its arithmetic are those of `device_runner`. Shape letters: T tokens, H heads, G kv heads, D head dim, N
+positions, E hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,27 +16,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.config import EngineOptions
 from halfbyte.engine.build import _share
 from halfbyte.errors import CapacityError, UnsupportedError
-from halfbyte.kernels.attention import get_backend
-from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
-from halfbyte.kvcache.spec import KVCacheSpec
-from halfbyte.kvcache.tensors import LayerCache
-from halfbyte.model_runner.decoder_config import DecoderConfig, RopeConfig
-from halfbyte.model_runner.device import HOST, DeviceMemory
+from halfbyte.model_runner.device import DeviceMemory
 from halfbyte.model_runner.graph_plan import default_sizes, plan_graphs
-from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.memory_profile import MemoryProfile, profile_memory
-from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.runner import ModelRunner
-from halfbyte.model_runner.sampler import Sampler
 from halfbyte.platform import platform_named
-from halfbyte.resolve import ModelFacts, resolve
-from halfbyte.types import GrownRow, ModelRunnerOutput, NewRow, PendingOutput, SamplingParams, SchedulerOutput
+from halfbyte.types import ModelRunnerOutput, NewRow, PendingOutput, SamplingParams, SchedulerOutput
+from tests.numerics.device_runner import (
+    MAX_LEN,
+    POISON,
+    DecodeBackend,
+    Driver,
+    EagerBackend,
+    TableBackend,
+    configuration,
+    make_runner,
+    own_arithmetic,
+)
 
-BLOCK_SIZE, VOCAB_SIZE, MAX_LEN = 4, 53, 64
-POISON = 52  # a token whose embedding is NaN
 GREEDY = SamplingParams(temperature=0.0)
 HEAVY = SamplingParams(
     seed=5,
@@ -54,162 +50,15 @@ HEAVY = SamplingParams(
 PROMPT = [5, 17, 3, 48, 41, 2, 30, 9, 9, 31, 7, 12, 50]
 
 
-class TableBackend:
-    """Attention from tables alone, over their whole width: nothing is planned on the host, so that a graph can hold it."""
-
-    name = "table"
-    graph_support = "full"
-
-    def has_reader(self, kv_format: str) -> bool:
-        return False
-
-    def arrange(self, kv_spec: KVCacheSpec) -> str:
-        return kv_spec.format
-
-    def refuse(self, *_: Any) -> None:
-        return None
-
-    def prepare(self, metadata: AttentionMetadata, window: int | None) -> None:
-        return None
-
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        spec: AttentionSpec,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        cache.format.write(k_TGD, v_TGD, cache, metadata.slot_mapping)
-        starts, seq_lens = metadata.query_start_loc.long(), metadata.seq_lens.long()
-        token_T = torch.arange(len(q_THD))
-        request_T = torch.searchsorted(starts[1:], token_T, right=True).clamp(max=len(seq_lens) - 1)
-        position_T = token_T - starts[1:][request_T] + seq_lens[request_T]
-        context_L = torch.arange(MAX_LEN)
-        table = torch.nn.functional.pad(metadata.block_table, (0, MAX_LEN // BLOCK_SIZE - metadata.block_table.shape[1]))
-        slots_TL = table[request_T][:, context_L // BLOCK_SIZE].long() * BLOCK_SIZE + context_L % BLOCK_SIZE
-        is_seen_TL = context_L <= position_T[:, None]
-        if spec.sliding_window is not None:
-            is_seen_TL &= context_L > position_T[:, None] - spec.sliding_window
-        k_TLGD, v_TLGD = cache.format.read(cache, torch.where(is_seen_TL, slots_TL, 0))
-        group = spec.num_heads // spec.num_kv_heads
-        scores_THL = (q_THD[:, None] * k_TLGD.repeat_interleave(group, 2)).sum(-1).transpose(1, 2) * spec.scale
-        weights_THL = scores_THL.masked_fill(~is_seen_TL[:, None], -1e30).softmax(-1)
-        return (weights_THL[..., None] * v_TLGD.repeat_interleave(group, 2).transpose(1, 2)).sum(2)
-
-
-class DecodeBackend(TableBackend):
-    name = "decode"
-    graph_support = "decode"
-
-
-class EagerBackend(TableBackend):
-    name = "eager"
-    graph_support = "none"
-
-
-def row_by_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product whose bits do not depend on how many rows there are."""
-    out = (x[..., None, :] * weight).sum(-1)
-    return out if bias is None else out + bias
-
-
 @pytest.fixture(scope="module", autouse=True)
-def own_arithmetic() -> Iterator[None]:
-    made = {kind.name: kind() for kind in (TableBackend, DecodeBackend, EagerBackend)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "linear", row_by_row)
-        patch.setattr("halfbyte.kernels.attention.selection.get_backend", lambda name: made.get(name) or get_backend(name))
+def arithmetic() -> Iterator[None]:
+    with own_arithmetic():
         yield
 
 
-def configuration(**options: Any) -> Any:
-    facts = ModelFacts(
-        architecture="LlamaForCausalLM",
-        dtype="float32",
-        max_position=MAX_LEN,
-        vocab_size=VOCAB_SIZE,
-        layer_windows=(6, None),
-    )
-    given = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 9, "max_num_batched_tokens": 24, **options}
-    return resolve(EngineOptions(**given), facts, platform_named("sm90"), attention_backends=("table",))
-
-
 @pytest.fixture(scope="module")
-def make(own_arithmetic: None, fake_device: Any) -> Callable[..., ModelRunner]:
-    """A runner of a tiny random model with one windowed and one full layer; its graphs are captured."""
-
-    def make_runner(backend: type[TableBackend] = TableBackend, **options: Any) -> ModelRunner:
-        decoder = DecoderConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=16,
-            intermediate_size=24,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=4,
-            max_position=MAX_LEN,
-            rms_norm_eps=1e-5,
-            rope=RopeConfig(theta=10000.0),
-            layer_windows=(6, None),
-            attention_scale=0.5,
-        )
-        model, _ = load_model(None, decoder, "float32", "cpu", "dummy", backend())  # type: ignore[arg-type]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(8)  # far from uniform logits, so that a wrong read changes the argmax
-            model.embed_tokens.weight[POISON] = torch.nan
-        runner = ModelRunner(configuration(**options), model, model.backend, device=fake_device.FakeDevice())
-        runner.allocate_cache(200, MAX_LEN)
-        runner.capture_graphs()
-        return runner
-
-    return make_runner
-
-
-class Driver:
-    """A minimal scheduler whose steps are strict; `launch` does not wait."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.device: Any = runner.device
-        self.next_block = 1
-        self.held: dict[str, int] = {}
-        self.computed: dict[str, int] = {}
-
-    def launch(self, counts: dict[str, int], enter: dict[str, tuple[list[int], SamplingParams]] | None = None) -> PendingOutput:
-        scheduled = SchedulerOutput(num_scheduled_tokens=counts)
-        for name, count in counts.items():
-            start = self.computed.setdefault(name, 0)
-            blocks = self._grow(name, start + count)
-            if name in (enter or {}):
-                tokens, params = enter[name]  # type: ignore[index]
-                scheduled.new_rows.append(NewRow(name, tokens, len(tokens), start, blocks, params, frozenset({3})))
-            else:
-                scheduled.grown_rows.append(GrownRow(name, start, blocks))
-            self.computed[name] += count
-        return self.run(scheduled)
-
-    def run(self, scheduled: SchedulerOutput, mask: np.ndarray | None = None) -> PendingOutput:
-        with self.device.step():
-            self.runner.execute(scheduled)
-            return self.runner.sample(mask)
-
-    def step(self, counts: dict[str, int], enter: dict[str, tuple[list[int], SamplingParams]] | None = None) -> ModelRunnerOutput:
-        return self.launch(counts, enter).result()
-
-    def _grow(self, name: str, num_tokens: int) -> list[list[int]]:
-        held = self.held.get(name, 0)
-        missing = max(0, -(-num_tokens // BLOCK_SIZE) - held)
-        self.held[name] = held + missing
-        tables = []
-        for _ in self.runner.layout.groups:
-            tables.append(list(range(self.next_block, self.next_block + missing)))
-            self.next_block += missing
-        return tables
+def make(arithmetic: None, fake_device: Any) -> Callable[..., ModelRunner]:
+    return lambda *given, **options: make_runner(fake_device.FakeDevice(), *given, **options)
 
 
 def everything(driver: Driver) -> list[ModelRunnerOutput]:
@@ -334,23 +183,6 @@ def test_every_logprobs_mode_waits_for_nothing(make: Callable[..., ModelRunner],
     params = SamplingParams(seed=1, top_p=0.5, logprobs=2, logprob_token_ids=[4, 99])
     [[entry]] = Driver(make(logprobs_mode=mode)).step({"a": 13}, {"a": (PROMPT, params)}).logprobs
     assert entry is not None and entry.top_token_ids == [4, 99] and entry.top_logprobs[1] == -torch.inf
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_filters_that_may_not_look_keep_what_others_keep(fake_device: Any, keep: bool) -> None:
-    """A vocabulary of many candidates: the host looks whether 257 settle a row; without looking, all are sorted."""
-    options: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_p": 0.999}, {"min_p": 0.001}, {"top_k": 7}, {"top_k": 900}, {}]
-    logits = torch.randn(24, 5000, generator=torch.Generator().manual_seed(1)) * 2
-    found = []
-    for device in (HOST, fake_device.FakeDevice()):
-        rows = RequestRows(24, 4, 5000, device)
-        params = [SamplingParams(seed=i, **options[i % 6]) for i in range(24)]
-        row_R = np.array([rows.add(NewRow(str(i), [1], 1, 0, [[]], p, frozenset())) for i, p in enumerate(params)])
-        rows.apply()
-        with nullcontext() if device is HOST else device.step():
-            sampled = Sampler(rows, keep_processed=keep).sample(logits.clone(), row_R)
-        found.append((sampled.token_R.tolist(), None if sampled.processed_RV is None else sampled.processed_RV.tolist()))
-    assert found[0] == found[1]
 
 
 READS: list[Callable[[Tensor], Any]] = [
