@@ -1,6 +1,7 @@
 # make serve    install into .venv, fetch the demo model, serve it on http://127.0.0.1:8000
 # make test     install the dev extras, run the whole test suite that needs no GPU
 # make check    formatting, lint, types
+# make check-gpu  kernels that changed, compiled for GPUs that are not here; the GPU's own check in small, on the CPU
 #
 # On a machine without a GPU, the small CPU build of torch is enough:
 #   make serve PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 TORCH := "torch>=2.11,<=2.13.0"
 
-.PHONY: serve test test-slow check format lines clean
+.PHONY: serve test test-slow check check-gpu format lines clean
 
 serve: $(VENV)/.installed
 	$(BIN)/halfbyte fetch $(MODEL)
@@ -31,6 +32,10 @@ test-slow: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check
+
+check-gpu: $(VENV)/.installed-dev
+	$(BIN)/python scripts/aot --changed
+	$(BIN)/python scripts/gpu_check --dry --out build/gpu_check
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

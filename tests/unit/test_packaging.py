@@ -115,10 +115,10 @@ def test_make_rerun_installs_nothing(tmp_path: Path) -> None:
     assert "-e ." in _run(["make", "--dry-run", "serve", f"VENV={venv}"], ROOT).stdout
 
 
-def test_ci_calls_make_test_then_make_check() -> None:
+def test_ci_calls_the_tests_then_the_checks() -> None:
     script = ROOT / ".ci/run"
     lines = [line for line in script.read_text().splitlines() if line.startswith("make")]
-    assert lines == ["make test", "make check"]
+    assert lines == ["make test", "make check", "make check-gpu"]
     assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
 
 
