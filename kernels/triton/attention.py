@@ -126,8 +126,8 @@ class Attention:
         heads = spec.num_heads // spec.num_kv_heads
         num_rows = triton.next_power_of_2(heads * self.metadata.plan.max_queries)
         width, bits = max(k.width.value, v.width.value), (k.bits.value, v.bits.value)
-        is_packed = k.is_packed.value and v.is_packed.value
-        decode = decode_cut(architecture, num_rows, width, bits, is_packed)
+        is_easy = all(side.is_packed.value or side.bits.value == 16 for side in (k, v))
+        decode = decode_cut(architecture, num_rows, width, bits, is_easy)
         return Cuts(decode, prompt_cut(architecture, heads, k.width.value))
 
     def _write(self, k_TGD: Tensor, v_TGD: Tensor) -> Iterator[Launch]:

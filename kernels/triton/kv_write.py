@@ -52,7 +52,8 @@ def launch_of(k_TGD: Tensor, v_TGD: Tensor, cache: LayerCache, slot_mapping_T: T
     turns = turns or LayerTurns()
     k_turn, v_turn = _turn(turns.k_GDD, turns.k_shift_GD, k), _turn(turns.v_GDD, None, v)
     what = (vectors(k_TGD), vectors(v_TGD), k, v, k_turn, v_turn)
-    return Launch(grid, write_rows, (*what, slot_mapping_T, num_tokens, cache.spec.block_size, num_rows))
+    num_warps = 8 if turns.k_GDD is not None and k.width.value > 128 else 4
+    return Launch(grid, write_rows, (*what, slot_mapping_T, num_tokens, cache.spec.block_size, num_rows), num_warps)
 
 
 def _turn(matrix_GDD: Tensor | None, shift_GD: Tensor | None, side: KVSide) -> Turn:

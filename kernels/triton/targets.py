@@ -59,25 +59,26 @@ _FAMILIES = {
 }
 
 
-def decode_cut(architecture: str, rows: int, width: int, bits: Collection[int], is_packed: bool) -> Cut:
+def decode_cut(architecture: str, rows: int, width: int, bits: Collection[int], is_easy: bool) -> Cut:
     """rows: queries times heads, a power of two. width: of a vector, a power of two; bits: of a number of K and of V.
 
-    is_packed: whether both are read by the word. Tiles and stages are as many as fit into the registers.
+    is_easy: whether both are read by the word, or as they are. Tiles and stages are as many as fit into the registers: a warp has
+    16 rows of 128 sums, or of 64 where numbers are decoded one by one.
     """
-    stages = _FAMILIES.get(architecture, _MMA).decode_stages
-    tile = 16
-    if width <= 128 and min(bits) >= 16:
-        tile, stages = 32, 2
-    elif width <= 128 and is_packed and not set(bits) - {4, 8}:
+    rows, tile, stages = max(16, rows), 16, _FAMILIES.get(architecture, _MMA).decode_stages
+    is_dense = set(bits) == {16}
+    if width <= 128 and is_easy and (is_dense or not set(bits) - {4, 8}):
         tile = 32
-    return Cut(max(16, rows), tile, max(1, rows // 32), stages)
+    if width > 128 or is_dense:
+        stages = 2
+    return Cut(rows, tile, rows // 16 * max(1, width // (128 if is_easy else 64)), stages)
 
 
 def prompt_cut(architecture: str, heads: int, width: int) -> Cut:
     """heads: query heads per kv head, which share a tile's rows."""
     cut = _FAMILIES.get(architecture, _MMA).prompt
     if width > 128:
-        cut = Cut(64, 32, 4, 2) if width <= 256 else Cut(32, 16, 4, 1)
+        cut = Cut(64, 16, 8, 2) if width <= 256 else Cut(32, 16, 4, 1)
     return replace(cut, rows=max(cut.rows, 1 << (heads - 1).bit_length()))
 
 
