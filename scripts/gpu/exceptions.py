@@ -54,7 +54,7 @@ _FULL = "all 255 registers are in use"
 _SCALES = "a lane loads 8 bytes of codes and one of scales at a time"
 
 EXCUSES: tuple[Excuse, ...] = (
-    Excuse("prompt * D256 / attend_prompts", _NVIDIA, _ALL, 239, _FULL),
+    Excuse("prompt * D256 / attend_prompts", _NVIDIA, _ALL, 58, _FULL),
     Excuse("decode turboquant_k8v4 D128 / attend_parts", (*_AMPERE, "sm90"), _ALL, 6, _FULL),
     Excuse("decode k:bfloat16,v:kv4 D128 / attend_parts", _DATACENTER_BLACKWELL, _ALL, 8, _FULL),
     Excuse("decode k:kv6,v:fp8_e5m2 D128 / attend_parts", _SMALL_BLACKWELL, _ALL, 18, _FULL),
