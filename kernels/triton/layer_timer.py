@@ -20,22 +20,19 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec, FirstTokens
-from halfbyte.kernels.triton import kv_write
 from halfbyte.kernels.triton.attention import Attention, gpu_of, make_plan
 from halfbyte.kernels.triton.launch import Launch
+from halfbyte.kernels.triton.random_layer import RandomLayer
 from halfbyte.kernels.triton.targets import Cut, Cuts
 from halfbyte.kernels.triton.tuning import Load
-from halfbyte.kvcache.formats import get_format, page_bytes
+from halfbyte.kvcache.formats import page_bytes
 from halfbyte.kvcache.spec import KVCacheSpec, KVGroup, make_layout
-from halfbyte.kvcache.tensors import KVTensors, LayerCache
-from halfbyte.kvcache.turns import LayerTurns, all_turns
 
 # Relative to the built-in cut's outputs, as norms: both round weights and outputs to 8 bits (bfloat16), each in another order.
 MAX_DIFFERENCE = 0.02
 
 # The device idles while the next cut is compiled, and needs some time to get back to its clock.
 _WARM_S, _ROUNDS, _ROUND_S = 5e-2, 5, 5e-3
-_FILL_TOKENS = 4096
 _WRITER = "write_rows"
 
 log = logging.getLogger(__name__)
@@ -45,18 +42,12 @@ class LayerTimer:
     """Implements `tuning.LayerTimer`. kv_spec: of a layer that the Triton kernels do not refuse. dtype: of queries, K and V."""
 
     def __init__(self, spec: AttentionSpec, kv_spec: KVCacheSpec, dtype: torch.dtype, load: Load, device: torch.device) -> None:
-        layout = make_layout([kv_spec], page_bytes)
-        [group] = layout.groups
-        num_blocks = max(load.requests * group.num_entries(load.context), group.num_entries(load.prompt_context))
-        generator = torch.Generator().manual_seed(0)
-        ids = (1 + torch.randperm(num_blocks, generator=generator)).int().to(device)
-        cache = KVTensors(layout, 1 + num_blocks, device).layer(0)
-        cache = replace(cache, turns=_turns(kv_spec, device))
-        _fill(cache, ids, dtype)
-        if cache.first is not None:
-            _clear_first_tokens(cache.first, group, _tables(ids, group, load.requests, load.context))
-        self._decode = _Step(cache, group, spec, ids, (load.requests, 1, load.context), dtype, load.longest)
-        self._prompt = _Step(cache, group, spec, ids, (1, load.queries, load.prompt_context), dtype, load.longest)
+        [group] = make_layout([kv_spec], page_bytes).groups
+        entries, needed = group.num_entries(load.context), group.num_entries(load.prompt_context)
+        requests = max(load.requests, -(-needed // entries))  # room for the prompt, too
+        layer = RandomLayer(kv_spec, requests, load.context, dtype, device)
+        self._decode = _Step(layer, spec, (load.requests, 1, load.context), dtype, load.longest)
+        self._prompt = _Step(layer, spec, (1, load.queries, load.prompt_context), dtype, load.longest)
         self.built_in = self._decode.built_in
 
     def decode_seconds(self, cut: Cut) -> float | None:
@@ -70,27 +61,21 @@ class _Step:
     """shape: requests, queries of each, context of each."""
 
     def __init__(
-        self,
-        cache: LayerCache,
-        group: KVGroup,
-        spec: AttentionSpec,
-        ids: Tensor,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        longest: int,
+        self, layer: RandomLayer, spec: AttentionSpec, shape: tuple[int, int, int], dtype: torch.dtype, longest: int
     ) -> None:
         requests, queries, context = shape
-        self._cache, self._spec = cache, spec
-        self._metadata = _metadata(shape, _tables(ids, group, requests, context), group, longest)
+        self._cache, self._spec = layer.cache, spec
+        table_RB = layer.tables(requests, context)
+        self._metadata = _metadata(shape, table_RB, layer.group, longest)
         self._inputs = [
-            torch.randn(requests * queries, heads, dim, device=ids.device).to(dtype)
+            torch.randn(requests * queries, heads, dim, device=table_RB.device).to(dtype)
             for heads, dim in (
                 (spec.num_heads, spec.head_dim),
                 (spec.num_kv_heads, spec.head_dim),
                 (spec.num_kv_heads, spec.head_dim_v),
             )
         ]
-        self._sinks_H = torch.zeros(spec.num_heads, device=ids.device) if spec.sinks else None
+        self._sinks_H = torch.zeros(spec.num_heads, device=table_RB.device) if spec.sinks else None
         self._expected: Tensor | None = None
 
     @property
@@ -165,19 +150,6 @@ def _run(launches: list[Launch]) -> None:
         launch.run()
 
 
-def _tables(ids: Tensor, group: KVGroup, requests: int, context: int) -> Tensor:
-    """Block tables [R, entries]. The first row of few entries is the beginning of that of many."""
-    entries = group.num_entries(context)
-    return ids[: requests * entries].view(requests, entries)
-
-
-def _clear_first_tokens(first: LayerCache, group: KVGroup, table_RB: Tensor) -> None:
-    """Their blocks hold bytes of another format, which might be no numbers in this one: zeros are."""
-    blocks = table_RB[:, : group.first_tokens // group.first_block_size].flatten().long()
-    for plane in first.planes.values():
-        plane[blocks] = 0
-
-
 def _metadata(shape: tuple[int, int, int], table_RB: Tensor, group: KVGroup, longest: int) -> AttentionMetadata:
     requests, queries, context = shape
     device = table_RB.device
@@ -197,25 +169,3 @@ def _metadata(shape: tuple[int, int, int], table_RB: Tensor, group: KVGroup, lon
         max_context_len=longest,
         first=first,
     )
-
-
-def _turns(spec: KVCacheSpec, device: torch.device) -> LayerTurns | None:
-    """As a calibrated model has them: any matrices do."""
-    rotations = get_format(spec.format).rotations
-    found = None
-    if rotations[0] == "calibrated":
-        matrix_GDD = torch.eye(spec.head_dim).expand(spec.num_kv_heads, -1, -1).contiguous()
-        shift_GD = torch.zeros(spec.num_kv_heads, spec.head_dim)
-        found = LayerTurns(k_GDD=matrix_GDD, k_shift_GD=shift_GD, q_GDD=matrix_GDD)
-    made = all_turns(found, rotations, spec)
-    return None if made is None else made.to(device)
-
-
-def _fill(cache: LayerCache, ids: Tensor, dtype: torch.dtype) -> None:
-    """Random numbers in all blocks, through the writer: random bytes would be no numbers."""
-    spec, device = cache.spec, ids.device
-    for part in ids.long().split(max(1, _FILL_TOKENS // spec.block_size)):
-        slots_T = (part[:, None] * spec.block_size + torch.arange(spec.block_size, device=device)).flatten()
-        k_TGD = torch.randn(len(slots_T), spec.num_kv_heads, spec.head_dim, device=device).to(dtype)
-        v_TGD = torch.randn(len(slots_T), spec.num_kv_heads, spec.head_dim_v, device=device).to(dtype)
-        kv_write.write(k_TGD, v_TGD, cache, slots_T)
