@@ -36,7 +36,6 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "enforce_eager": (True, False),
     "skip_tokenizer_init": (False,),
     "tokenizer_mode": ("auto",),
     "disable_log_stats": (True,),

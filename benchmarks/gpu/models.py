@@ -156,7 +156,7 @@ def equal_memory(folder: Path, shape: ModelShape, load: Load, **options: Any) ->
 
 
 def graphs_equal_eager(folder: Path, shape: ModelShape, load: Load, **options: Any) -> Iterator[Row]:
-    """The same tokens with device graphs and without."""
+    """The same tokens with device graphs and without. A CPU has no graphs: a dry run shows only that this runs."""
     path = shape.write(folder)
     for name in FORMATS:
         with_graphs = serve(path, shape, load, name, **options)[1]

@@ -128,7 +128,7 @@ class Attention:
         width, bits = max(k.width.value, v.width.value), (k.bits.value, v.bits.value)
         is_easy = all(side.is_packed.value or side.bits.value == 16 for side in (k, v))
         decode = decode_cut(architecture, num_rows, width, bits, is_easy)
-        return Cuts(decode, prompt_cut(architecture, heads, k.width.value))
+        return Cuts(decode, prompt_cut(architecture, heads, width))
 
     def _write(self, k_TGD: Tensor, v_TGD: Tensor) -> Iterator[Launch]:
         cache, metadata = self.cache, self.metadata

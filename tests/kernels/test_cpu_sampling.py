@@ -23,6 +23,7 @@ from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampler import Sampled, Sampler
 from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING, SamplingKernels
 from halfbyte.types import NewRow, SamplingParams
+from tests.kernels.logit_rows import rows_of, seeded, ulps
 
 try:
     ISAS = instruction_sets()
@@ -40,31 +41,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[CpuSampling]:
     engine.close()
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def rows_of(width: int, seed: int = 0) -> Tensor:
-    """Plain ones; with ties; mostly dropped; all equal; with zeros of both signs, denormals and extremes."""
-    logits = torch.randn(6, width, generator=seeded(seed)) * 4
-    logits[1] = logits[1].round()
-    logits[2, torch.rand(width, generator=seeded(seed + 1)) < 0.9] = -torch.inf
-    logits[2, width // 2] = 0.5
-    logits[3] = -2.5
-    odd = torch.tensor([0.0, -0.0, 1e-40, 3e-45, -1e-40, 3.4e38, -3.4e38, -torch.inf])
-    logits[4] = odd[torch.randint(0, len(odd), (width,), generator=seeded(seed + 2))]
-    logits[4, 0] = 0.0
-    logits[5] = torch.linspace(-1, 1, width)
-    return logits
-
-
 def every(logits_RV: Tensor) -> Tensor:
     return torch.arange(len(logits_RV))
-
-
-def ulps(got: Tensor, expected: Tensor) -> float:
-    """The greatest difference, in units of the last place of the larger of 1 and the value."""
-    return float(((got.double() - expected.double()).abs() / (2.0**-23 * expected.abs().clamp(min=1.0).double())).max())
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -20,6 +20,7 @@ from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampler import Sampler
 from halfbyte.model_runner.sampling_kernels import TORCH_SAMPLING
 from halfbyte.types import NewRow, SamplingParams
+from tests.kernels.logit_rows import rows_of, seeded, ulps
 from tests.kernels.triton_interpreter import interpreted, jit, tl
 
 sampling, filters, penalties, noise, nucleus = interpreted(
@@ -39,33 +40,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "PART", PART)
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def rows_of(width: int, seed: int = 0) -> Tensor:
-    """Plain ones; with ties; mostly dropped; all equal; with zeros of both signs, denormals and extremes; rising."""
-    logits = torch.randn(6, width, generator=seeded(seed)) * 4
-    logits[1] = logits[1].round()
-    logits[2, torch.rand(width, generator=seeded(seed + 1)) < 0.9] = -torch.inf
-    logits[2, width // 2] = 0.5
-    logits[3] = -2.5
-    odd = torch.tensor([0.0, -0.0, 1e-40, 3e-45, -1e-40, 3.4e38, -3.4e38, -torch.inf])
-    logits[4] = odd[torch.randint(0, len(odd), (width,), generator=seeded(seed + 2))]
-    logits[4, 0] = 0.0
-    logits[5] = torch.linspace(-1, 1, width)
-    return logits
-
-
 AT = torch.tensor([4, 0, 1, 2, 3, 5, 4])
 TEMPERATURE = torch.tensor([1.0, 0.7, 3.1, 0.1, 2.0, 1e-5, 97.3])
 SEED = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 123456789, 77])
 POSITION = torch.tensor([0, 1, 7, 4096, 2**31, 3, 3])
-
-
-def ulps(got: Tensor, expected: Tensor) -> float:
-    """The greatest difference, in units of the last place of the larger of 1 and the value."""
-    return float(((got.double() - expected.double()).abs() / (2.0**-23 * expected.abs().clamp(min=1.0).double())).max())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
