@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,10 +22,11 @@ from halfbyte.engine.output_processor import OutputProcessor
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.stats_log import StatsLog
 from halfbyte.engine.tokenizer import Tokenizer
-from halfbyte.errors import EngineDeadError, OverloadedError
-from halfbyte.types import EngineInfo, SamplingParams, StepOutput
+from halfbyte.errors import EngineDeadError, OverloadedError, UserError
+from halfbyte.types import EngineInfo, SamplingParams, StepOutput, Thinking
 
 LONG_TEXT_CHARS = 20_000
+GRAMMAR_LIMIT_S = 5.0
 _RECEIVE_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class AsyncEngine:
         self._generations: dict[Generation, None] = {}
         self._short_texts = ThreadPoolExecutor(1, thread_name_prefix="encode-short")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._grammar_turn = asyncio.Lock()
         self._closing = False
         self._receiver = threading.Thread(target=self._receive, name="engine-outputs", daemon=True)
         self._receiver.start()
@@ -77,19 +81,46 @@ class AsyncEngine:
         pool = self._long_texts if len(text) > LONG_TEXT_CHARS else self._short_texts
         return await self._loop.run_in_executor(pool, partial(self.tokenizer.encode, text, add_special_tokens, seams=seams))
 
+    async def compile_grammar(self, make: Callable[[], str], param: str) -> str:
+        """The Lark that `make` returns, checked, as a grammar for `generate`: off the event loop, one at a time.
+
+        UserError names `param` when it cannot be a grammar, or takes longer than GRAMMAR_LIMIT_S: its thread is left to itself.
+        """
+        async with self._grammar_turn:
+            work = self._loop.run_in_executor(self._grammars, self._maker.compile_grammar, make, param)
+            try:
+                return await asyncio.wait_for(work, GRAMMAR_LIMIT_S)
+            except TimeoutError:
+                self._grammars.shutdown(wait=False)
+                self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+                raise UserError(f"{param} takes longer than {GRAMMAR_LIMIT_S:g} s to compile; simplify it", param=param) from None
+
     def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        grammar: str | None = None,
+        thinking: Thinking | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> Generation:
-        """Start a generation of `params.n` sequences. Raises UserError, OverloadedError or EngineDeadError at once, or never."""
+        """Start a generation of `params.n` sequences. Raises UserError, OverloadedError or EngineDeadError at once, or never.
+
+        grammar: from `compile_grammar`. thinking: how the model's thoughts look. marks: as `OutputProcessor.add` has it.
+        """
         self._require_alive()
-        requests = self._maker.make(prompt_token_ids, params, priority=priority, cache_salt=cache_salt)
+        requests = self._maker.make(
+            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar, thinking=thinking
+        )
         self._admit(params.n, len(prompt_token_ids))
         metrics = self.metrics.request_added(
             len(prompt_token_ids), requests[0].arrival_s, num_sequences=params.n, max_tokens=requests[0].max_tokens
         )
         generation = Generation([r.request_id for r in requests], metrics, self._abandon)
         for index, request in enumerate(requests):
-            self._processor.add(request.request_id, index, prompt_token_ids, params)
+            self._processor.add(request.request_id, index, prompt_token_ids, params, marks=marks)
             self._generation_of[request.request_id] = generation
         self._generations[generation] = None
         self._client.add(requests)
@@ -103,6 +134,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._client.close)
         self._short_texts.shutdown(wait=False)
         self._long_texts.shutdown(wait=False)
+        self._grammars.shutdown(wait=False)
 
     def abort_all(self, reason: str) -> None:
         """End every open generation with EngineDeadError(reason): what a server does that may not wait longer."""

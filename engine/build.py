@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from halfbyte.config import EngineConfig, EngineOptions
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.front import find_model, load_front
+from halfbyte.engine.grammar.preparation import Preparation
 from halfbyte.engine.kv_calibration import check, needs_calibration, prepare_parts
 from halfbyte.engine.kv_layout import backend_refusals, choose_backend, kv_layout, model_facts, rule_origin
 from halfbyte.engine.kv_plan import read_plan
@@ -109,7 +110,8 @@ def build_engine(
         content=parts.digest,
     )
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len)
-    core = EngineCore(scheduler, runner, async_scheduling=config.scheduler.async_scheduling)
+    preparation = Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
+    core = EngineCore(scheduler, runner, preparation, async_scheduling=config.scheduler.async_scheduling)
     return core, _info(config, decoder, capacity, runner, phases.done)
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 import zmq
@@ -104,6 +104,8 @@ class InProcessClient:
 
 class ProcessClient:
     """The engine in a child process. Make one with `start`, which returns when the engine is ready or raises why not."""
+
+    PROGRAM: ClassVar[tuple[str, ...]] = ("-m", "halfbyte.engine.process")
 
     def __init__(self, options: EngineOptions) -> None:
         self.info: EngineInfo
@@ -202,9 +204,7 @@ class ProcessClient:
     def _spawn(self, options: EngineOptions) -> subprocess.Popen[bytes]:
         search_path = [str(Path(halfbyte.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in search_path if p)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "halfbyte.engine.process"], stdin=subprocess.PIPE, stdout=2, env=environment
-        )
+        process = subprocess.Popen([sys.executable, *self.PROGRAM], stdin=subprocess.PIPE, stdout=2, env=environment)
         level = logging.getLevelName(logging.getLogger("halfbyte").getEffectiveLevel()).lower()
         spawn = EngineSpawn(_plain(asdict(options)), self._address("input"), self._address("output"), level)
         first_words = msgspec.msgpack.encode(spawn)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from halfbyte.engine.grammar.constraint import RequestConstraint, fill_masks
+from halfbyte.engine.grammar.preparation import Preparation
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.types import EngineOutput, EngineRequest, PendingOutput, Runner, SchedulerOutput, StepOutput
 
@@ -31,31 +33,45 @@ class _Step:
 
 
 class EngineCore:
-    """Owns one scheduler and one runner. `add` and `abort` take effect at the next `step`."""
+    """Owns one scheduler and one runner. `add` and `abort` take effect at the next `step`.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, async_scheduling: bool = False) -> None:
+    preparation: where constrained requests wait for their grammars; without one there may be none.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, preparation: Preparation | None = None, *, async_scheduling: bool = False
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._preparation = preparation
         self._num_ahead = 1 if async_scheduling else 0
         self._in_flight: deque[_Step] = deque()
         self._outputs: list[EngineOutput] = []
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         for request in requests:
-            if refusal := self.scheduler.add(request):
-                self._outputs.append(refusal)
+            if request.constraint is None:
+                self._enqueue(request)
+            else:
+                assert self._preparation is not None, "this engine takes constraints"
+                self._preparation.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
         self._outputs += self.scheduler.abort(request_ids)
+        if self._preparation is not None:
+            self._outputs += self._preparation.abort(request_ids)
 
     def has_work(self) -> bool:
-        return bool(self._outputs or self._in_flight) or self.scheduler.has_work()
+        return self._can_compute() or bool(self._preparation)
 
     def step(self) -> StepOutput:
         """Return what one batch made, with what was refused or aborted since the last step.
 
         With asynchronous scheduling the batch after it is launched first, if there is anything to schedule.
         """
+        if self._preparation:
+            self._take_prepared(self._preparation)
         while len(self._in_flight) <= self._num_ahead and self._launch():
             pass
         if self._in_flight:
@@ -63,10 +79,28 @@ class EngineCore:
         if self._in_flight:
             self._sample(self._in_flight[-1])
         outputs, self._outputs = self._outputs, []
-        return StepOutput(outputs=outputs, stats=self.scheduler.stats(), timestamp_s=time.monotonic())
+        stats = self.scheduler.stats()
+        stats.num_waiting += len(self._preparation or ())
+        return StepOutput(outputs=outputs, stats=stats, timestamp_s=time.monotonic())
 
     def close(self) -> None:
+        if self._preparation is not None:
+            self._preparation.close()
         self.runner.close()
+
+    def _can_compute(self) -> bool:
+        return bool(self._outputs or self._in_flight) or self.scheduler.has_work()
+
+    def _enqueue(self, request: EngineRequest, constraint: RequestConstraint | None = None) -> None:
+        if refusal := self.scheduler.add(request, constraint):
+            self._outputs.append(refusal)
+
+    def _take_prepared(self, preparation: Preparation) -> None:
+        """Queue those whose grammar is compiled; with nothing else to do, wait a while for the first."""
+        ready, failed = preparation.take(may_wait=not self._can_compute())
+        self._outputs += failed
+        for request, constraint in ready:
+            self._enqueue(request, constraint)
 
     def _launch(self) -> bool:
         """Begin the next step. False when there is nothing to compute (then rows are released at most), or it raised."""
@@ -86,7 +120,8 @@ class EngineCore:
         """
         if step.pending is None:
             with self._recovering(step):
-                step.pending = self.runner.sample()
+                mask = fill_masks(self.scheduler.constraints()) if step.scheduled.needs_grammar_mask else None
+                step.pending = self.runner.sample(mask)
 
     def _take(self) -> None:
         """Wait for the oldest step in flight, and update the scheduler with its result."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from halfbyte.engine.grammar.constraint import RequestConstraint
 from halfbyte.types import EngineRequest, TokenLogprobs
 
 
@@ -31,7 +32,7 @@ class Request:
     token_ids, their values are unknown. num_computed_tokens: leading tokens whose KV is in its blocks, or will be when the
     steps in flight are done. num_cached_tokens: how many of those the prefix cache gave when it first ran. rank: its place in
     the order of service; smaller is served first and preempted last. prompt_logprobs: collected over the chunks of the prompt,
-    delivered with the first token.
+    delivered with the first token. constraint: has followed the outputs in token_ids.
     """
 
     source: EngineRequest
@@ -39,6 +40,7 @@ class Request:
     token_ids: list[int]
     max_len: int
     stop_token_ids: frozenset[int]
+    constraint: RequestConstraint | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_in_flight_tokens: int = 0
     num_computed_tokens: int = 0

@@ -9,11 +9,19 @@ from __future__ import annotations
 import random
 import time
 import uuid
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.errors import UserError
-from halfbyte.types import EngineInfo, EngineRequest, SamplingParams
+from halfbyte.types import Constraint, EngineInfo, EngineRequest, SamplingParams, Thinking
+
+if TYPE_CHECKING:
+    from halfbyte.engine.grammar.compile import GrammarCompiler
 
 _SEED_MASK = 2**63 - 1
 
@@ -28,11 +36,20 @@ class RequestMaker:
         self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
 
     def make(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        grammar: str | None = None,
+        thinking: Thinking | None = None,
     ) -> list[EngineRequest]:
         """One request per sequence; UserError if the model cannot serve them.
 
-        Sequence i has the seed `params.seed + i`, so that n = 4 with a seed equals four requests with seeds of their own.
+        grammar: from `compile_grammar`; without it, `params.structured_outputs` is compiled here. thinking: how the model's
+        thoughts look, where it has any. Sequence i has the seed `params.seed + i`, so that n = 4 with a seed equals four requests
+        with seeds of their own.
         """
         if priority and self._info.scheduling_policy != "priority":
             raise UserError(f"priority={priority} needs an engine with --scheduling-policy priority", param="priority")
@@ -45,22 +62,53 @@ class RequestMaker:
             raise UserError(f"min_tokens={params.min_tokens} is larger than the {max_tokens} tokens that fit", param="min_tokens")
         self._check_allowed(params)
         bad_words = self.limits.bad_words_token_ids(params, self._tokenizer)
+        constraint = self._constraint(params, grammar, thinking)
         generation_id, arrival_s = uuid.uuid4().hex, time.monotonic()
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return [
             EngineRequest(
                 request_id=f"{generation_id}-{index}",
                 prompt_token_ids=prompt_token_ids,
-                sampling=params.clone(n=1, seed=(first_seed + index) & _SEED_MASK),
+                sampling=params.clone(n=1, seed=(first_seed + index) & _SEED_MASK, structured_outputs=None),
                 eos_token_ids=self._info.eos_token_ids,
                 arrival_s=arrival_s,
                 max_tokens=max_tokens,
                 priority=priority,
                 cache_salt=cache_salt,
                 bad_words_token_ids=bad_words,
+                constraint=constraint,
             )
             for index in range(params.n)
         ]
+
+    def compile_grammar(self, make: Callable[[], str], param: str) -> str:
+        """The Lark that `make` returns, if it is a grammar that engines take; UserError names `param`. May take a second."""
+        grammar = make()
+        self._compiler.check(grammar, param)
+        return grammar
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        from halfbyte.engine.grammar.compile import GrammarCompiler
+
+        return GrammarCompiler(self._tokenizer, self._info.vocab_size, self._info.eos_token_ids)
+
+    def _constraint(self, params: SamplingParams, grammar: str | None, thinking: Thinking | None) -> Constraint | None:
+        budget = params.thinking_token_budget
+        if budget is not None:
+            if thinking is None:
+                raise UserError(
+                    f"thinking_token_budget={budget} needs an engine that knows thoughts; start it with --reasoning-parser",
+                    param="thinking_token_budget",
+                )
+            thinking = msgspec.structs.replace(thinking, budget=budget)
+        if grammar is None and params.structured_outputs is not None:
+            from halfbyte.engine.grammar.compile import GrammarOptions, lark_of
+
+            grammar = self.compile_grammar(partial(lark_of, params.structured_outputs, GrammarOptions()), "structured_outputs")
+        if grammar is None and (thinking is None or thinking.budget is None):
+            return None
+        return Constraint(grammar, thinking)
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """Before min_tokens are out, the tokens that end a generation are barred: another allowed one must be left."""

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from halfbyte.config import SchedulerConfig
+from halfbyte.engine.grammar.constraint import RequestConstraint
 from halfbyte.engine.request import Request, RequestStatus, WaitingQueue
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.prefix_hash import extend_hashes
@@ -89,8 +90,11 @@ class Scheduler:
         if not config.enable_chunked_prefill:
             self._max_len = min(self._max_len, config.max_num_batched_tokens + 1)
 
-    def add(self, source: EngineRequest) -> EngineOutput | None:
-        """Queue a request; one that could never run is refused at once: then its only output is returned."""
+    def add(self, source: EngineRequest, constraint: RequestConstraint | None = None) -> EngineOutput | None:
+        """Queue a request; one that could never run is refused at once: then its only output is returned.
+
+        constraint: what its tokens must keep to, made of `source.constraint`.
+        """
         assert source.request_id not in self._requests, "request ids are unique"
         if error := self._refuse(len(source.prompt_token_ids)):
             return _failed(source.request_id, error)
@@ -102,7 +106,10 @@ class Scheduler:
             token_ids=list(source.prompt_token_ids),
             max_len=min(len(source.prompt_token_ids) + source.max_tokens, self._max_len),
             stop_token_ids=source.stop_token_ids,
+            constraint=constraint,
         )
+        if constraint is not None:
+            constraint.start(request.max_len - request.num_prompt_tokens)
         self._extend_hashes(request)
         self._requests[request.request_id] = request
         self.waiting.push(request)
@@ -164,8 +171,20 @@ class Scheduler:
         )
         self._finished_ids, self._preempted_ids = [], []
         if step.num_scheduled_tokens:
-            self._in_flight.append([self._launch(*share) for share in step.num_scheduled_tokens.items()])
+            shares = [self._launch(*share) for share in step.num_scheduled_tokens.items()]
+            self._in_flight.append(shares)
+            output.needs_grammar_mask = any(
+                share.samples and share.request.constraint is not None and share.request.constraint.may_need_mask
+                for share in shares
+            )
         return output
+
+    def constraints(self) -> list[RequestConstraint | None]:
+        """What bounds the tokens that the oldest step in flight samples, in its order: now that those before it are known."""
+        return [
+            share.request.constraint if share.samples and share.request.status is not RequestStatus.FINISHED else None
+            for share in self._in_flight[0]
+        ]
 
     def update(self, output: ModelRunnerOutput) -> list[EngineOutput]:
         """Take the tokens of the oldest step in flight: append them, end what is done, publish full blocks.
@@ -183,6 +202,9 @@ class Scheduler:
             request.num_in_flight_tokens -= share.samples
             if request.request_id in output.bad_rows:
                 outputs += self.fail([request.request_id], "the model computed non-finite logits for this request")
+                continue
+            if (constraint := request.constraint) is not None and not all(map(constraint.accept, tokens)):
+                outputs += self.fail([request.request_id], str(constraint.error))
                 continue
             is_running = request.status is RequestStatus.RUNNING  # else it was preempted: its blocks are not its own any more
             if not request.num_output_tokens and (is_running or share.samples):
@@ -367,6 +389,8 @@ class Scheduler:
             count += 1
         news = _report(request, tokens[:count], finish_reason=finish_reason)
         news.stop_token_id = stop_token_id
+        ending = request.stop_token_ids.union(request.source.eos_token_ids)
+        news.ends_in_text = finish_reason == "stop" and request.token_ids[-1] not in ending
         news.logprobs = None if logprobs is None else logprobs[:count]
         if is_first and request.source.sampling.prompt_logprobs is not None:
             news.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
@@ -379,6 +403,8 @@ class Scheduler:
         if token in request.stop_token_ids and request.num_output_tokens >= source.sampling.min_tokens:
             is_eos = token in source.eos_token_ids and not source.sampling.ignore_eos
             return "stop", None if is_eos else token
+        if request.constraint is not None and request.constraint.is_complete:
+            return "stop", None
         if len(request.token_ids) >= request.max_len:
             return "length", None
         return None, None

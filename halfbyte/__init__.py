@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from halfbyte.entrypoints.llm import CompletionOutput as CompletionOutput
     from halfbyte.entrypoints.llm import RequestOutput as RequestOutput
     from halfbyte.types import SamplingParams as SamplingParams
+    from halfbyte.types import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "kvcache").is_dir() and (_ROOT / "pyproject.toml").is_file():
@@ -28,6 +29,7 @@ _LAZY = {
     "CompletionOutput": "halfbyte.entrypoints.llm",
     "RequestOutput": "halfbyte.entrypoints.llm",
     "SamplingParams": "halfbyte.types",
+    "StructuredOutputsParams": "halfbyte.types",
 }
 
 

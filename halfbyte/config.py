@@ -177,6 +177,12 @@ class ServerConfig:
     response_role: str = "assistant"
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    exclude_tools_when_tool_choice_none: bool = False
+    reasoning_parser: str | None = None
+    reasoning_config: Mapping[str, Any] = field(default_factory=dict)
+    structured_outputs_config: Mapping[str, Any] = field(default_factory=dict)
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     enable_prompt_tokens_details: bool = False

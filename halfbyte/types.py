@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 0.01
+# Beyond these it changes no token, and numbers leave the range of float32.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-20, 1e20
 
 
 class RequestOutputKind(IntEnum):
@@ -27,6 +29,69 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What an answer must look like: exactly one of the first six. Field names are vLLM's.
+
+    json: a JSON schema, as an object or as text. grammar: Lark, or EBNF with `::=`. structural_tag: JSON text. The rest changes
+    how JSON is written: whitespace_pattern is a regular expression of what may stand between its tokens.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        param = "structured_outputs"
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) if given else "none"
+            raise UserError(f"{param} takes exactly one of {', '.join(CONSTRAINTS)}; got {got}", param=param)
+        value = getattr(self, given[0])
+        if given == ["choice"]:
+            if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+                raise UserError(f"{param}.choice must be a list of non-empty strings, and not empty", param=param)
+        elif given == ["json_object"]:
+            if value is not True:
+                raise UserError(f"{param}.json_object must be true, or left out", param=param)
+        elif given != ["json"] and (not isinstance(value, str) or not value.strip()):
+            raise UserError(f"{param}.{given[0]} must be a text, and not blank", param=param)
+        elif given == ["json"] and not (isinstance(value, (dict, bool)) or (isinstance(value, str) and value.strip())):
+            raise UserError(f"{param}.json must be a JSON schema: an object, or its text", param=param)
+        if given == ["regex"] and "\0" in value:
+            raise UserError(f"{param}.regex must not contain NUL", param=param)
+
+
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class Thinking(msgspec.Struct, omit_defaults=True):
+    """How the engine sees by token ids that the model thinks: a grammar applies to what comes after.
+
+    start_ids open a thought, end_ids close it; force_ids close it when `budget` tokens of it are out (None: no limit).
+    is_open: the prompt ends inside a thought (True), behind one or where there is none (False), or the model may begin with one
+    (None).
+    """
+
+    start_ids: list[int]
+    end_ids: list[int]
+    force_ids: list[int]
+    is_open: bool | None = None
+    budget: int | None = None
+
+
+class Constraint(msgspec.Struct, omit_defaults=True):
+    """What bounds the tokens of a request. grammar: Lark, as `engine.grammar.compile` makes it."""
+
+    grammar: str | None = None
+    thinking: Thinking | None = None
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -63,6 +128,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -85,8 +152,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        self.repetition_penalty = min(MAX_REPETITION_PENALTY, max(MIN_REPETITION_PENALTY, self.repetition_penalty))
         if self.top_k == -1:
             self.top_k = 0
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
@@ -105,6 +175,7 @@ def _check_sampling(p: SamplingParams) -> None:
         ("logprobs", -1, 2**31 - 1),
         ("prompt_logprobs", -1, 2**31 - 1),
         ("truncate_prompt_tokens", -1, 2**31 - 1),
+        ("thinking_token_budget", -1, 2**31 - 1),
     ):
         if (value := getattr(p, name)) is not None:
             _integer(name, value, low, high)
@@ -166,6 +237,7 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    constraint: Constraint | None = None
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -185,7 +257,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):
-    """What one step did for one request. `finish_reason` is set exactly once per request, on its last output."""
+    """What one step did for one request. `finish_reason` is set exactly once per request, on its last output.
+
+    ends_in_text: it stopped because its grammar came to an end: the last token is part of the answer, no stop token.
+    """
 
     request_id: str
     new_token_ids: list[int]
@@ -193,6 +268,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    ends_in_text: bool = False
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     scheduled_s: float | None = None

@@ -18,7 +18,7 @@ from halfbyte.platform import available_memory_bytes, detect_platform
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "numpy"),
-    *("fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop", "msgspec", "pyzmq"),
+    *("fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop", "msgspec", "pyzmq", "llguidance"),
     *("triton", "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "flash-attn", "llmcompressor"),
 )
 

@@ -333,10 +333,11 @@ def test_a_row_whose_options_leave_no_token_is_named(temperature: float) -> None
     assert run(torch.zeros(2, 5), [none_left, Case(GREEDY)]).finite_R.tolist() == [False, True]
 
 
-def test_an_extreme_penalty_fails_alone() -> None:
-    tiny = Case(SamplingParams(temperature=0.0, repetition_penalty=1e-300))
-    sampled = run(torch.ones(2, 5), [tiny, Case(GREEDY)])
-    assert sampled.finite_R.tolist() == [False, True] and sampled.token_R[1] == 0
+@pytest.mark.parametrize("penalty", [1e-300, 1e300])
+def test_an_extreme_penalty_leaves_numbers(penalty: float) -> None:
+    extreme = Case(SamplingParams(temperature=0.0, repetition_penalty=penalty))
+    sampled = run(torch.ones(2, 5), [extreme, Case(GREEDY)])
+    assert sampled.finite_R.tolist() == [True, True] and sampled.token_R[1] == 0
 
 
 def test_ids_outside_the_vocabulary_reach_nothing() -> None:

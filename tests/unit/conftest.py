@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from halfbyte import __version__
 from halfbyte.config import EngineOptions
@@ -123,3 +123,16 @@ def bench_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cli.main(["bench", ...])` may run in a test: the report on the machine, which imports torch, is a line."""
     monkeypatch.setattr("halfbyte.entrypoints.bench.results.report", lambda: [("halfbyte", __version__), ("cpu", "a cpu")])
     monkeypatch.setattr("halfbyte.entrypoints.cli.setup_logging", lambda level: None)
+
+
+@pytest.fixture(scope="session")
+def json_tokenizer() -> Tokenizer:
+    """Each byte, some pieces of JSON and of words, and </s>, the id after the last piece."""
+    trained = tokenizers.Tokenizer(models.BPE(unk_token=None))
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    texts = ['{"name": "cat", "age": 12, "tags": ["the cat", "dogs"]}', '[[1, 22, "a"], {"b": {"c": null}}]', "true false yes no"]
+    trained.train_from_iterator(texts * 20, trainer)
+    trained.add_special_tokens(["</s>"])
+    return Tokenizer(trained, eos_token="</s>")

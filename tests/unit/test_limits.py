@@ -224,3 +224,11 @@ def test_number_of_bad_words(tokenizer: Tokenizer) -> None:
 def test_huge_bad_words_are_refused_before_they_are_tokenised(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode", None)
     refused("bad_words", LIMITS.bad_words_token_ids, SamplingParams(bad_words=["a" * 30_000_000]), tokenizer)
+
+
+@pytest.mark.parametrize("given", [5e-324, 1e-50, 1e50, 1.7e308])
+def test_no_repetition_penalty_takes_logits_out_of_float32(given: float) -> None:
+    penalty = SamplingParams(repetition_penalty=given).repetition_penalty
+    largest, logit = 3e38, 1e6
+    assert logit / penalty < largest and logit * penalty < largest
+    assert (penalty < 1e-9) == (given < 1) and (penalty > 1e9) == (given > 1)
