@@ -127,12 +127,13 @@ class _Vocabulary:
         bos, eos = self.special_id("bos"), self.special_id("eos")
         add_bos = self.get("add_bos_token", bool, self.model == "llama" or self.pre_tokenizer().add_bos)
         add_eos = self.get("add_eos_token", bool, False)
-        template = self._metadata.get("tokenizer.chat_template")
+        template, tool_template = (self._metadata.get(f"tokenizer.chat_template{use}") for use in ("", ".tool_use"))
         return Tokenizer(
             backend,
             bos_token=None if bos is None else self.tokens[bos],
             eos_token=None if eos is None else self.tokens[eos],
             chat_template=template if isinstance(template, str) and template else None,
+            tool_template=tool_template if isinstance(tool_template, str) and tool_template else None,
             affixes=((bos,) if add_bos and bos is not None else (), (eos,) if add_eos and eos is not None else ()),
         )
 

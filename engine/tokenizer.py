@@ -22,6 +22,7 @@ SEAM = "\ufdd0"
 SPM_SPACE = "\u2581"
 # Normalisation can shorten a text (NFC joins a letter and its marks): the bound on characters per token allows for that.
 _NORMALISER_SLACK = 4
+_PIECES_AT_ONCE = 1000
 
 
 class Tokenizer:
@@ -29,7 +30,9 @@ class Tokenizer:
 
     bos_token, eos_token: strings and ids, None where the model has none. prefix_ids, suffix_ids: what `encode` puts around a
     text; None leaves that to the backend's own post-processor. added_ids: tokens that are matched whole in a text;
-    special_ids: those of them that `decode` leaves out. chat_template: Jinja source, None for a base model.
+    special_ids: those of them that `decode` leaves out. chat_template: Jinja source, None for a base model; tool_template: what
+    it is when a request has tools, None where that is the same one. response_template: how the model's answers are read, as the
+    checkpoint has it, unchecked.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
+        response_template: dict[str, Any] | None = None,
         affixes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> None:
         backend.no_truncation()
@@ -48,7 +53,8 @@ class Tokenizer:
         self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
-        self.chat_template = chat_template
+        self.chat_template, self.tool_template = chat_template, tool_template
+        self.response_template = response_template
         added = backend.get_added_tokens_decoder()
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self.added_ids = frozenset(added)
@@ -59,7 +65,7 @@ class Tokenizer:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True, *, seams: bool = False) -> list[int]:
-        """The ids of `text`. add_special_tokens: with the model's beginning (and end) of text.
+        """The ids of `text`. add_special_tokens: with the model's beginning (and end) of text; no second one where it begins so.
 
         seams=True: `text` holds SEAM characters (see `quote_special`), which no token spans and which add nothing themselves.
         UserError for a string that is no Unicode text: JSON can carry half of a surrogate pair.
@@ -68,12 +74,16 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"the text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
-        pieces = text.split(SEAM) if seams else [text]
-        if self._affixes is None and len(pieces) == 1:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        pieces = [piece for piece in (text.split(SEAM) if seams else [text]) if piece]
+        # Other threads of Python run during `encode_batch_fast`, unlike `encode`, but not while it hands over its results.
+        ids: list[int] = []
+        for start in range(0, len(pieces), _PIECES_AT_ONCE):
+            group = pieces[start : start + _PIECES_AT_ONCE]
+            ids += [i for piece in self._backend.encode_batch_fast(group, add_special_tokens=False) for i in piece.ids]
+        if not add_special_tokens:
+            return ids
         prefix, suffix = self._affixes or self._affixes_of_backend
-        ids = [i for piece in pieces if piece for i in self._backend.encode(piece, add_special_tokens=False).ids]
-        return [*prefix, *ids, *suffix] if add_special_tokens else ids
+        return [*(() if tuple(ids[: len(prefix)]) == prefix else prefix), *ids, *suffix]
 
     def quote_special(self, text: str) -> str:
         """`text` with a SEAM inside each spelling of a special token: `encode(seams=True)` then reads it as ordinary text."""
@@ -183,11 +193,14 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     config = read_optional_json(config_path)
     _add_declared_tokens(backend, config, config_path)
     bos, eos = _token_string(config.get("bos_token")), _token_string(config.get("eos_token"))
+    templates = _chat_templates(folder, config)
     return Tokenizer(
         backend,
         bos_token=bos,
         eos_token=eos,
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
+        response_template=config.get("response_template"),
         affixes=_affixes(backend, config, bos, eos),
     )
 
@@ -228,21 +241,27 @@ def _affixes(
     return ids("add_bos_token", bos), ids("add_eos_token", eos)
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """`chat_template.jinja`, else `chat_template.json`, else the configuration's; of several named ones the default."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: the configuration's, `chat_template.json`'s, those in files of their own; the later win."""
+    found = _named_templates(config.get("chat_template"))
+    if (folder / "chat_template.json").is_file():
+        found |= _named_templates(read_json(folder / "chat_template.json").get("chat_template"))
+    others = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    for name, path in {**others, "default": folder / "chat_template.jinja"}.items():
+        if not path.is_file():
+            continue
         try:
-            return path.read_text(encoding="utf-8")
+            found[name] = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelFileError(f"{path} cannot be read: {error}") from None
-    template = config.get("chat_template")
-    if (folder / "chat_template.json").is_file():
-        template = read_json(folder / "chat_template.json").get("chat_template", template)
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) and template else None
+    return {name: template for name, template in found.items() if template}
+
+
+def _named_templates(value: Any) -> dict[str, str]:
+    """One template is the default one; a list holds objects with `name` and `template`."""
+    entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, Mapping)]
+    return {name: template for name, template in pairs if isinstance(name, str) and isinstance(template, str)}
 
 
 def _byte_level_alphabet() -> dict[str, int]:

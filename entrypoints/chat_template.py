@@ -32,7 +32,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from halfbyte.entrypoints.chat_messages import content_maker, mark_end, prepare_message, quote_message
+from halfbyte.entrypoints.chat_messages import content_maker, mark_end, quote_all, quote_message, read_message, read_tools
+from halfbyte.entrypoints.chat_roles import INSTRUCTING, Traits, arrange
 from halfbyte.entrypoints.scrub import scrub
 from halfbyte.errors import UserError
 
@@ -61,7 +62,8 @@ RESERVED_VARIABLES = frozenset(
 
 
 class ChatTemplate:
-    """One template, compiled once. `special_tokens`: its variables bos_token and eos_token.
+    """One template, compiled once. `special_tokens`: its variables bos_token and eos_token. tool_source: what takes its place
+    when there are tools.
 
     from_request=True: the source came with a request and is not trusted. UserError if the source cannot be compiled (of a
     request's template only `render` finds that out). quote: sets control tokens that clients spell apart, see `quote_message`.
@@ -74,6 +76,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
+        tool_source: str | None = None,
         from_request: bool = False,
         quote: Callable[[str], str] = str,
     ) -> None:
@@ -85,11 +88,13 @@ class ChatTemplate:
         self._quote = quote
         self._special_tokens = dict(special_tokens or {})
         self._compiled = None if from_request else _compile(source)
+        self._compiled_for_tools = _compile(tool_source) if tool_source else self._compiled
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, source: str | None = None, *, from_request: bool = False) -> ChatTemplate:
-        """`source`, or else the model's own template, with the tokenizer's special tokens. UserError when there is neither."""
-        source = source or tokenizer.chat_template
+        """`source`, or else the model's own templates, with the tokenizer's special tokens. UserError when there is neither."""
+        tool_source = None if source else tokenizer.tool_template
+        source = source or tokenizer.chat_template or tool_source
         if not source:
             raise UserError(
                 "this model has no chat template; give one with --chat-template FILE (LLM: chat_template=), or use completions",
@@ -99,6 +104,7 @@ class ChatTemplate:
         return cls(
             source,
             {name: token for name, token in tokens.items() if token is not None},
+            tool_source=tool_source,
             from_request=from_request,
             quote=tokenizer.quote_special,
         )
@@ -116,8 +122,9 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         add_generation_prompt: end with the start of an answer. continue_final_message: end inside the last message instead, so
-        that the answer continues it. chat_template_kwargs: more variables for the template. The text may hold the tokenizer's
-        seams. UserError says what is wrong with the messages, or what the template says about them.
+        that the answer continues it. chat_template_kwargs: more variables for the template. What messages, tools and documents
+        spell of control tokens is text; the tokenizer's seams tell. UserError says what is wrong with the messages, or what the
+        template says about them.
         """
         if add_generation_prompt and continue_final_message:
             raise UserError("add_generation_prompt and continue_final_message exclude each other", param="continue_final_message")
@@ -125,17 +132,21 @@ class ChatTemplate:
             raise UserError(f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs")
         if not messages:
             raise UserError("messages must not be empty", param="messages")
-        variables = {
-            **(chat_template_kwargs or {}),
-            **self._special_tokens,
-            "tools": list(tools) if tools else None,
-            "documents": list(documents) if documents else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        messages = [quote_message(message, self._quote) for message in messages]
-        if self._compiled is None:
+        try:
+            messages = [quote_message(message, self._quote) for message in messages]
+            variables = {
+                **(chat_template_kwargs or {}),
+                **self._special_tokens,
+                "tools": quote_all(read_tools(tools), self._quote),
+                "documents": quote_all(list(documents), self._quote) if documents else None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        except RecursionError:
+            raise UserError("messages, tools and documents must not be nested too deeply", param="messages") from None
+        compiled = self._compiled_for_tools if tools else self._compiled
+        if compiled is None:
             return _render_in_child(self._source, messages, variables, continue_final_message)
-        return self._compiled.render(messages, variables, continue_final_message)
+        return compiled.render(messages, variables, continue_final_message)
 
 
 def read_template(file_or_text: str) -> str:
@@ -262,19 +273,44 @@ def _strftime_now(format: str) -> str:
 class _Compiled:
     """A template in this process. loops_over_parts, accepts_texts: what it expects a message's content to be."""
 
-    def __init__(self, template: Template, loops_over_parts: bool, accepts_texts: bool) -> None:
+    def __init__(self, template: Template, loops_over_parts: bool, accepts_texts: bool, names_developer: bool) -> None:
         self._template = template
         self._to_content = content_maker(loops_over_parts, accepts_texts)
+        self._traits = Traits(self._trial, names_developer)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any], continue_final_message: bool) -> str:
-        prepared = [prepare_message(message, index, self._to_content) for index, message in enumerate(messages)]
+        read = [read_message(message, index) for index, message in enumerate(messages)]
+        arranged = arrange(read, self._traits)
         if not continue_final_message:
-            return self._run({**variables, "messages": prepared})
+            return self._run(arranged, variables)
+        if read[-1]["role"] in INSTRUCTING and arranged[-1]["content"] is not read[-1]["content"]:
+            raise UserError(
+                "the chat template takes system messages at the front only, so that the last message cannot be continued",
+                param="continue_final_message",
+            )
         marker = f"<{uuid.uuid4().hex}>"
-        mark_end(prepared[-1], marker)
-        return _cut_at(marker, self._run({**variables, "messages": prepared}))
+        return _cut_at(marker, self._run(arranged, variables, marker))
 
-    def _run(self, variables: dict[str, Any]) -> str:
+    def _trial(self, arranged: Sequence[dict[str, Any]]) -> str | None:
+        """The text of a conversation made to learn what the template does, None where it refuses it."""
+        variables = {"tools": None, "documents": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
+        try:
+            return self._run(arranged, variables)
+        except UserError as error:
+            if error.param == "chat_template":  # stopped, which says nothing about what it takes
+                raise
+            return None
+
+    def _run(self, arranged: Sequence[dict[str, Any]], variables: Mapping[str, Any], end_marker: str | None = None) -> str:
+        prepared = [
+            {**message, "content": None if message["content"] is None else self._to_content(message["content"])}
+            for message in arranged
+        ]
+        if end_marker is not None:
+            mark_end(prepared[-1], end_marker)
+        return self._generate({**variables, "messages": prepared})
+
+    def _generate(self, variables: dict[str, Any]) -> str:
         token = _deadline_s.set(time.monotonic() + RENDER_LIMIT_S)
         chunks: list[str] = []
         num_chars = 0
@@ -303,6 +339,7 @@ def _compile(source: str) -> _Compiled:
     try:
         tree = sandbox.parse(source)
         loops_over_parts, accepts_texts = _content_expectations(tree)
+        names_developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
         tree = _AddBudget().visit(tree)
         tree.set_environment(sandbox)
         code = sandbox.compile(tree)
@@ -312,7 +349,7 @@ def _compile(source: str) -> _Compiled:
         raise UserError(f"the chat template is not valid Jinja: line {error.lineno}: {reason}", param="chat_template") from None
     except Exception as error:
         raise UserError(f"the chat template cannot be compiled: {_clean(_describe(error))}", param="chat_template") from None
-    return _Compiled(template, loops_over_parts, accepts_texts)
+    return _Compiled(template, loops_over_parts, accepts_texts, names_developer)
 
 
 def _describe(error: Exception) -> str:

@@ -119,9 +119,13 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template."""
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        tools: described to the model; what it makes of them is in the answers' text.
+        """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         params = self._params_for(sampling_params, len(conversations))
         template = ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
@@ -129,6 +133,7 @@ class LLM:
         for conversation, p in zip(conversations, params, strict=True):
             text = template.render(
                 list(conversation),
+                tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,

@@ -82,7 +82,7 @@ def test_defaults_come_from_the_generation_config(llm: LLM) -> None:
     assert len(llm.generate("the", use_tqdm=False)[0].outputs[0].token_ids) <= 5
 
 
-def test_ignore_eos_holds_for_every_eos_id(llm: LLM) -> None:
+def test_b50_ignore_eos_holds_for_every_eos_id(llm: LLM) -> None:
     pushed = SamplingParams(temperature=0.0, max_tokens=4, logit_bias={7: 100.0})
     assert llm.generate("the", pushed, use_tqdm=False)[0].outputs[0].finish_reason == "stop"
     assert len(llm.generate("the", pushed.clone(ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.engine.tokenizer import Tokenizer, tokenizer_from_folder
 from halfbyte.entrypoints import chat_template
 from halfbyte.entrypoints.chat_template import RESERVED_VARIABLES, ChatTemplate, read_template
 from halfbyte.errors import UserError
@@ -61,7 +62,7 @@ def refused(source: str, messages: Any = USER, *, from_request: bool = False, **
 def test_a_conversation() -> None:
     messages = [{"role": "developer", "content": "be brief"}, *USER]
     assert render(CHATML, messages) == (
-        "<|im_start|>developer\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert render(CHATML, add_generation_prompt=False).endswith("hi<|im_end|>\n")
 
@@ -73,7 +74,7 @@ def test_blocks_are_trimmed_as_models_expect() -> None:
 def test_special_tokens_tools_and_documents_are_variables() -> None:
     source = "{{ bos_token }}{{ tools is none }}{{ documents }}{{ unk_token }}{{ eos_token }}"
     assert render(source) == "<s>TrueNone</s>"
-    assert render("{{ tools | length }}{{ documents[0].t }}", tools=[{"a": 1}], documents=[{"t": "x"}]) == "1x"
+    assert render("{{ tools | length }}{{ documents[0].t }}", tools=[{"name": "f"}], documents=[{"t": "x"}]) == "1x"
     assert ChatTemplate.add_special_tokens is False
 
 
@@ -141,7 +142,7 @@ def test_continuing_and_beginning_exclude_each_other() -> None:
 TWO = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool", "developer"])
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
 @pytest.mark.parametrize(
     ("content", "chatml", "parts", "either"),
     [
@@ -387,6 +388,22 @@ def tokenizer(template: str | None) -> Tokenizer:
 def test_the_models_template_or_the_given_one() -> None:
     assert ChatTemplate.for_tokenizer(tokenizer("{{ bos_token }}model")).render(USER) == "<s>model"
     assert ChatTemplate.for_tokenizer(tokenizer("model"), "{{ bos_token }}given").render(USER) == "<s>given"
+
+
+@pytest.mark.parametrize("place", ["config", "file"])
+def test_a_models_template_for_tools_is_used_when_there_are_tools(place: str, tmp_path: Path) -> None:
+    tokenizers.Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    if place == "config":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    else:
+        (tmp_path / "chat_template.jinja").write_text("plain")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named[1]["template"])
+    loaded = tokenizer_from_folder(tmp_path)
+    template = ChatTemplate.for_tokenizer(loaded)
+    assert template.render(USER) == "plain" and template.render(USER, tools=[{"name": "f"}]) == "f"
+    assert ChatTemplate.for_tokenizer(loaded, "given").render(USER, tools=[{"name": "f"}]) == "given"
 
 
 def test_no_template_at_all() -> None:

@@ -26,6 +26,7 @@ class WordTokenizer:
     """One id per word or line end, after a BOS; ids stay those of the first text that had the word."""
 
     chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    tool_template: str | None = None
     bos_token = eos_token = None
 
     def __init__(self) -> None:
