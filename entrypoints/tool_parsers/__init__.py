@@ -1,0 +1,38 @@
+"""Which tool-call syntaxes exist: name on the command line -> where its class is. A new syntax is a file and a line here."""
+
+from __future__ import annotations
+
+TOOL_PARSERS: dict[str, str] = {
+    "deepseek_v3": "halfbyte.entrypoints.tool_parsers.deepseek_v3:DeepseekV3",
+    "deepseek_v31": "halfbyte.entrypoints.tool_parsers.deepseek_v3:DeepseekV31",
+    "deepseek_v32": "halfbyte.entrypoints.tool_parsers.elements:DeepseekV32",
+    "deepseek_v4": "halfbyte.entrypoints.tool_parsers.elements:DeepseekV4",
+    "glm45": "halfbyte.entrypoints.tool_parsers.glm:Glm45",
+    "glm47": "halfbyte.entrypoints.tool_parsers.glm:Glm47",
+    "gpt_oss": "halfbyte.entrypoints.tool_parsers.harmony:Harmony",
+    "granite": "halfbyte.entrypoints.tool_parsers.json_arrays:Granite",
+    "hermes": "halfbyte.entrypoints.tool_parsers.hermes:Hermes",
+    "hf": "halfbyte.entrypoints.tool_parsers.hf:ResponseTemplateSyntax",
+    "hunyuan_a13b": "halfbyte.entrypoints.tool_parsers.json_arrays:HunyuanA13b",
+    "internlm": "halfbyte.entrypoints.tool_parsers.internlm:InternLM",
+    "jamba": "halfbyte.entrypoints.tool_parsers.json_arrays:Jamba",
+    "json": "halfbyte.entrypoints.tool_parsers.json_answers:JsonAnswer",
+    "kimi_k2": "halfbyte.entrypoints.tool_parsers.kimi_k2:KimiK2",
+    "lfm2": "halfbyte.entrypoints.tool_parsers.pythonic:Lfm2",
+    "llama3_json": "halfbyte.entrypoints.tool_parsers.llama3_json:Llama3Json",
+    "llama4_json": "halfbyte.entrypoints.tool_parsers.llama3_json:Llama3Json",
+    "llama4_pythonic": "halfbyte.entrypoints.tool_parsers.pythonic:Llama4Pythonic",
+    "minimax_m2": "halfbyte.entrypoints.tool_parsers.elements:MiniMaxM2",
+    "mistral": "halfbyte.entrypoints.tool_parsers.mistral:Mistral",
+    "olmo3": "halfbyte.entrypoints.tool_parsers.pythonic:Olmo3",
+    "openai": "halfbyte.entrypoints.tool_parsers.harmony:Harmony",
+    "phi4_mini_json": "halfbyte.entrypoints.tool_parsers.json_arrays:Phi4MiniJson",
+    "pythonic": "halfbyte.entrypoints.tool_parsers.pythonic:Pythonic",
+    "qwen3_coder": "halfbyte.entrypoints.tool_parsers.elements:Qwen3Coder",
+    "qwen3_xml": "halfbyte.entrypoints.tool_parsers.elements:Qwen3Coder",
+    "regex": "halfbyte.entrypoints.tool_parsers.regex:Regex",
+    "seed_oss": "halfbyte.entrypoints.tool_parsers.elements:SeedOss",
+    "step3": "halfbyte.entrypoints.tool_parsers.elements:Step3",
+    "step3p5": "halfbyte.entrypoints.tool_parsers.elements:Step3p5",
+    "xlam": "halfbyte.entrypoints.tool_parsers.json_answers:Xlam",
+}
