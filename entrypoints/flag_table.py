@@ -107,6 +107,40 @@ def _check_sampling_overrides(given: Mapping[str, Any]) -> None:
             raise UserError(f"{flag}: {str(error).replace(field, name, 1)}") from None
 
 
+def tool_parsers() -> tuple[str, ...]:
+    from halfbyte.entrypoints.tool_parsers import TOOL_PARSERS
+
+    return tuple(TOOL_PARSERS)
+
+
+def reasoning_parsers() -> tuple[str, ...]:
+    from halfbyte.entrypoints.reasoning_parsers import REASONING_PARSERS
+
+    return tuple(REASONING_PARSERS)
+
+
+def _check_tool_parser(name: str) -> None:
+    kind, _, file = name.partition(":")
+    if kind not in tool_parsers() or bool(file) != (kind == "regex"):
+        shown = ("regex:FILE" if known == "regex" else known for known in tool_parsers())
+        raise UserError(f"--tool-call-parser: {name!r} is not one of {', '.join(shown)}")
+
+
+def _check_reasoning_config(given: Mapping[str, Any]) -> None:
+    kinds: dict[str, type] = {"reasoning_start_str": str, "reasoning_end_str": str, "tool_calls_end_reasoning": bool}
+    for name, value in given.items():
+        if name not in kinds:
+            raise UserError(f"--reasoning-config has no {name!r}; it takes {', '.join(kinds)}")
+        if not isinstance(value, kinds[name]) or value == "":
+            raise UserError(f"--reasoning-config: {name} must be a {'text' if kinds[name] is str else 'boolean'}, got {value!r}")
+
+
+def _check_structured_outputs_config(given: Mapping[str, Any]) -> None:
+    from halfbyte.entrypoints.openai.settings import StructureSettings
+
+    StructureSettings.from_config(given)
+
+
 def _check_template_variables(given: Mapping[str, Any]) -> None:
     from halfbyte.entrypoints.chat_template import RESERVED_VARIABLES
 
@@ -275,6 +309,27 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     _prompt("default-chat-template-kwargs", "variables of the chat template", kind="json", check=_check_template_variables),
     _prompt("trust-request-chat-template", "let requests bring their own template", kind="switch"),
     _prompt("response-role", "role of the answers (default: assistant)"),
+    _prompt(
+        "tool-call-parser",
+        "how the model writes tool calls; regex:FILE for a syntax of your own (docs/tool_calls.md)",
+        check=_check_tool_parser,
+    ),
+    _prompt("enable-auto-tool-choice", "let the model itself decide to call tools", kind="switch"),
+    _prompt("exclude-tools-when-tool-choice-none", "no tools in the prompt when they may not be called", kind="switch"),
+    _prompt("reasoning-parser", "how the model sets its thoughts apart", choices=reasoning_parsers),
+    _prompt(
+        "reasoning-config",
+        "changes to the reasoning parser: reasoning_start_str, reasoning_end_str, tool_calls_end_reasoning",
+        kind="json",
+        check=_check_reasoning_config,
+    ),
+    _prompt(
+        "structured-outputs-config",
+        "how structured answers are written: whitespace_pattern, disable_any_whitespace, disable_additional_properties,"
+        " enable_in_reasoning",
+        kind="json",
+        check=_check_structured_outputs_config,
+    ),
     _prompt("generation-config", "where sampling defaults come from: auto (the model), vllm (neutral) or a folder"),
     _prompt("override-generation-config", "changes to the sampling defaults", kind="json", check=_check_sampling_overrides),
     _prompt("enable-prompt-tokens-details", "report cached tokens in usage", kind="switch"),
@@ -283,7 +338,7 @@ SERVER_FLAGS: tuple[Flag, ...] = (
 
 _ONE_DEVICE = "this version runs on one device"
 _NO_LORA = "adapters cannot be loaded; merge them into the weights"
-_NO_TOOLS = "tools and reasoning are not parsed; read the plain text"
+_NO_PLUGINS = "a syntax of your own is a file for --tool-call-parser regex:FILE"
 _TEXT_ONLY = "models here read and write text only"
 _NO_SPECULATION = "there is no speculative decoding; leave it out"
 _OWN_GRAPH_FLAGS = "use --cudagraph-mode, --cudagraph-capture-sizes, --compile and --enforce-eager"
@@ -304,8 +359,9 @@ REFUSED_FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("--api-server-count", "-asc"), "one process serves HTTP; run more servers behind a proxy"),
     **dict.fromkeys(("--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"), _NO_LORA),
     **dict.fromkeys(("--lora-modules",), _NO_LORA),
-    **dict.fromkeys(("--enable-auto-tool-choice", "--tool-call-parser", "--tool-parser-plugin", "--tool-server"), _NO_TOOLS),
-    **dict.fromkeys(("--tool-strict-level", "--reasoning-parser", "--reasoning-config"), _NO_TOOLS),
+    "--tool-parser-plugin": _NO_PLUGINS,
+    "--tool-server": "the client runs the tools; leave it out",
+    "--tool-strict-level": "tools that are strict say so in the request",
     **dict.fromkeys(("--limit-mm-per-prompt", "--mm-processor-kwargs", "--mm-processor-cache-gb"), _TEXT_ONLY),
     **dict.fromkeys(("--media-io-kwargs", "--language-model-only", "--allowed-local-media-path"), _TEXT_ONLY),
     **dict.fromkeys(("--allowed-media-domains", "--trust-request-mm-kwargs", "--enable-mm-embeds"), _TEXT_ONLY),
@@ -330,7 +386,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--enable-prompt-embeds": "",
     "--enable-sleep-mode": "",
     "--stream-interval": "every token is streamed; leave it out",
-    "--structured-outputs-config": "",
     "--chat-template-content-format": "the template decides; leave it out",
     "--uds": "use --host and --port",
     "--middleware": "put a proxy in front",

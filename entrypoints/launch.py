@@ -23,6 +23,7 @@ from halfbyte.config import EngineOptions, ServerConfig
 from halfbyte.engine.async_engine import AsyncEngine
 from halfbyte.engine.client import EngineClient, ProcessClient
 from halfbyte.engine.front import Front, load_front
+from halfbyte.entrypoints.answers.parser import AnswerSyntax
 from halfbyte.entrypoints.server import build_app, run_server
 from halfbyte.errors import UserError
 from halfbyte.log import adopt_logger, note, phase
@@ -39,6 +40,7 @@ def serve(options: EngineOptions, server: ServerConfig) -> int:
     phase("bind", time.monotonic() - started_s)
     front_s = time.monotonic()
     front = load_front(options, server.generation_config)
+    AnswerSyntax(server, front.tokenizer)  # parsers that do not fit the model are refused before it is loaded
     phase("load tokenizer", time.monotonic() - front_s)
     engine_s = time.monotonic()
     client = ProcessClient.start(replace(options, model=str(front.files.path)), phase)

@@ -11,7 +11,7 @@ MAX_MESSAGE_CHARS = 4000
 
 _FRAME = re.compile(r'File "[^"\n]*", line \d+(?:, in \S+)?')
 _ADDRESS = re.compile(r"(?: at)? ?\b0x[0-9a-fA-F]{4,}\b")
-_PATH = re.compile(r"(?<![\w.:/~-])/(?:[\w.+@~-]+/)+[\w.+@~-]*")
+_PATH = re.compile(r"(?<![\w.:/~#-])/(?:[\w.+@~-]+/)+[\w.+@~-]*")
 
 
 def scrub(message: str) -> str:

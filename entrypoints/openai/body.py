@@ -6,14 +6,15 @@ the event loop when it is large. Size in bytes is the middleware's matter. Every
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from halfbyte.entrypoints.beside import Beside
 from halfbyte.entrypoints.openai.errors import bad_request
 
 MAX_JSON_CONTAINERS = 250_000
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 
 
-async def parse_body(request: Request, model: type[RequestModel]) -> RequestModel:
+async def parse_body(request: Request, model: type[RequestModel], beside: Beside) -> RequestModel:
     """The body as a `model`. HttpError 400 for a wrong media type or JSON, ValidationError for a wrong field."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -34,7 +35,7 @@ async def parse_body(request: Request, model: type[RequestModel]) -> RequestMode
     data = await request.body()
     if len(data) < OFF_LOOP_BYTES:
         return decode(data, model)
-    return await asyncio.to_thread(decode, data, model)
+    return await beside.run(partial(decode, data, model), len(data))
 
 
 def decode(data: bytes, model: type[RequestModel]) -> RequestModel:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.errors import GenerationError
 from halfbyte.entrypoints.openai.frontend import Call
-from halfbyte.entrypoints.openai.responses import PromptTokensDetails, Usage
+from halfbyte.entrypoints.openai.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from halfbyte.entrypoints.openai.streaming import Closeable, merge
 from halfbyte.types import TokenLogprobs
 
@@ -50,6 +50,7 @@ class Tally:
         call.num_prompt_tokens = sum(prompt_lengths)
         self._call = call
         self._cached = [0] * len(prompt_lengths)
+        self.num_reasoning_tokens: int | None = None  # None: this model's answers are not looked at for thoughts
 
     def count(self, prompt_index: int, delta: SequenceDelta) -> None:
         """GenerationError if the engine gave this sequence up."""
@@ -67,7 +68,14 @@ class Tally:
         if call.frontend.config.enable_prompt_tokens_details:
             details = PromptTokensDetails(sum(self._cached))
         total = call.num_prompt_tokens + call.num_completion_tokens
-        return Usage(call.num_prompt_tokens, total, call.num_completion_tokens, details)
+        thought = self.num_reasoning_tokens
+        return Usage(
+            call.num_prompt_tokens,
+            total,
+            call.num_completion_tokens,
+            details,
+            None if thought is None else CompletionTokensDetails(thought),
+        )
 
 
 async def collect(generations: Sequence[Closeable], n: int, tally: Tally) -> list[GrowingChoice]:

@@ -6,13 +6,14 @@ answer. Choice i of prompt p has the index p * n + i.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import UNSET
 from starlette.responses import Response
 
+from halfbyte.engine.grammar.compile import lark_of
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect
 from halfbyte.entrypoints.openai.chunks import chunk_events
@@ -41,6 +42,7 @@ from halfbyte.entrypoints.openai.sampling import (
     sampling_params,
 )
 from halfbyte.entrypoints.openai.streaming import Closeable, EventStream
+from halfbyte.entrypoints.openai.structure import asked_structure
 from halfbyte.types import SamplingParams, TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -62,6 +64,10 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
         budget=request.max_tokens,
     )
     params = [_params(frontend, request, len(prompt.token_ids)) for prompt in prompts]
+    asked, param = asked_structure(request)
+    grammar = None
+    if asked is not None:
+        grammar = await engine.compile_grammar(partial(lark_of, asked, frontend.structure.options, param), param)
     tally = Tally(call, [len(prompt.token_ids) for prompt in prompts])
     writer = _Writer(frontend, call, request, model, prompts)
     if request.echo:
@@ -70,12 +76,14 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
         [(prompt.token_ids, p) for prompt, p in zip(prompts, params, strict=True)],
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        grammar=grammar,
     )
     if request.stream:
         return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
     choices = await collect(generations, writer.n, tally)
     if request.logprobs is not None or request.prompt_logprobs is not None:  # thousands of small objects
-        return to_json(await asyncio.to_thread(writer.whole, choices, tally))
+        num_chars = sum(len(choice.text) for choice in choices)
+        return to_json(await frontend.beside.run(partial(writer.whole, choices, tally), 20 * num_chars))
     return to_json(writer.whole(choices, tally))
 
 
@@ -125,7 +133,8 @@ class _Writer:
         self._logprobs = [CompletionLogprobsWriter(names) for _ in range(len(prompts) * self.n)]
 
     async def prepare_echo(self) -> None:
-        self._echoes = list(await asyncio.to_thread(lambda: [self._echo(prompt) for prompt in self._prompts]))
+        num_tokens = sum(len(prompt.token_ids) for prompt in self._prompts)
+        self._echoes = await self._frontend.beside.run(lambda: [self._echo(prompt) for prompt in self._prompts], 4 * num_tokens)
 
     def _echo(self, prompt: Prompt) -> _Echo:
         whole = self._request.truncate_prompt_tokens is None

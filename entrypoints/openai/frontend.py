@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,12 +21,15 @@ from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.entrypoints.answers.parser import AnswerSyntax
+from halfbyte.entrypoints.beside import Beside
 from halfbyte.entrypoints.chat_template import ChatTemplate, read_template
 from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
+from halfbyte.entrypoints.openai.settings import StructureSettings
 from halfbyte.entrypoints.openai.streaming import Closeable
 from halfbyte.errors import EngineDeadError, NotFoundError
-from halfbyte.types import EngineInfo, SamplingParams
+from halfbyte.types import EngineInfo, SamplingParams, Thinking
 
 LABEL_KEY = "halfbyte.request_label"  # in the ASGI scope: the valid X-Request-Id of a request, absent without one
 MAX_LABEL_CHARS = 128
@@ -56,8 +59,18 @@ class Engine(Protocol):
 
     async def encode(self, text: str, add_special_tokens: bool = True, *, seams: bool = False) -> list[int]: ...
 
+    async def compile_grammar(self, make: Callable[[], str], param: str) -> str: ...
+
     def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        grammar: str | None = None,
+        thinking: Thinking | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> Closeable: ...
 
     def abort_all(self, reason: str) -> None: ...
@@ -140,6 +153,9 @@ class Frontend:
         self.fingerprint = fingerprint(engine.info)
         self.http_metrics = HttpMetrics()
         self.foreign_templates = asyncio.Semaphore(MAX_FOREIGN_TEMPLATES)
+        self.beside = Beside()
+        self.answers = AnswerSyntax(config, engine.tokenizer)
+        self.structure = StructureSettings.from_config(config.structured_outputs_config)
         self._chat_template: ChatTemplate | None = None
         if config.chat_template is not None:
             self._chat_template = ChatTemplate.for_tokenizer(engine.tokenizer, read_template(config.chat_template))
@@ -192,15 +208,23 @@ class Frontend:
             raise unavailable(f"the engine is gone: {self.engine.dead}", retry_after_s=5)
 
     async def generate(
-        self, prompts: Sequence[tuple[list[int], SamplingParams]], *, priority: int, cache_salt: str | None
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        *,
+        priority: int,
+        cache_salt: str | None,
+        grammar: str | None = None,
+        thinking: Thinking | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> list[Closeable]:
         """Start one generation per prompt: all, or none and the error of the one that could not start."""
+        bounds: dict[str, Any] = {"grammar": grammar, "thinking": thinking, "marks": marks}
         if self.stopping:
             raise unavailable(STOPPING)
         generations: list[Closeable] = []
         try:
             for token_ids, params in prompts:
-                generations.append(self.engine.generate(token_ids, params, priority=priority, cache_salt=cache_salt))
+                generations.append(self.engine.generate(token_ids, params, priority=priority, cache_salt=cache_salt, **bounds))
         except Exception as error:
             for generation in generations:
                 await generation.aclose()

@@ -11,12 +11,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from halfbyte.entrypoints.openai import shapes
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=65536)]
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+# What the code checks that reads them; their shapes are told to those who read the API's schema.
+Message = Annotated[dict[str, Any], Field(json_schema_extra=shapes.MESSAGE)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Tool = Annotated[dict[str, Any], Field(json_schema_extra=shapes.TOOL)]
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
+ToolChoiceName = Annotated[str, Field(json_schema_extra=shapes.TOOL_CHOICE_NAME)]
+ToolChoice = Annotated[dict[str, Any], Field(json_schema_extra=shapes.TOOL_CHOICE)]
+ResponseFormat = Annotated[dict[str, Any], Field(json_schema_extra=shapes.RESPONSE_FORMAT)]
+StructuredOutputs = Annotated[dict[str, Any], Field(json_schema_extra=shapes.STRUCTURED_OUTPUTS)]
+TokenBiases = Annotated[dict[str, float], Field(json_schema_extra=shapes.TOKEN_BIASES)]
+Prompts = Annotated[Any, Field(json_schema_extra=shapes.PROMPTS)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -48,7 +61,7 @@ class GenerationFields(StrictModel):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: TokenBiases | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
     prompt_logprobs: Int64 | None = None
@@ -63,6 +76,9 @@ class GenerationFields(StrictModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: Int64 | None = None
     priority: Int64 | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -72,7 +88,7 @@ class GenerationFields(StrictModel):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions. `prompt`: a text, a list of texts, a list of token ids, or a list of such lists."""
 
-    prompt: Any = None
+    prompt: Prompts = None
     logprobs: Int64 | None = None
 
 
@@ -87,7 +103,9 @@ class ChatRequest(GenerationFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceName | ToolChoice | None = None
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
@@ -106,7 +124,9 @@ class TokenizeRequest(StrictModel):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
+    tools: Tools | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class DetokenizeRequest(StrictModel):

@@ -1,7 +1,7 @@
 """Fields that we know and cannot honour yet: accepted at the value that means "off", refused with any other.
 
-One table, so that a field leaves it when its feature arrives. A setting is honoured or refused, never dropped; only fields
-that nobody knows pass silently.
+One table for all routes, so that a field leaves it when its feature arrives; a route that has a field of its own never asks for
+it here. A setting is honoured or refused, never dropped; only fields that nobody knows pass silently.
 """
 
 from __future__ import annotations
@@ -21,15 +21,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "prompt_embeds": _EMPTY,
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": _OFF,
-    "guided_json": _OFF,
-    "guided_regex": _OFF,
-    "guided_choice": _OFF,
-    "guided_grammar": _OFF,
-    "guided_json_object": (None, False),
-    "guided_decoding_backend": _OFF,
-    "guided_whitespace_pattern": _OFF,
+    "guided_decoding_backend": (None, "auto", "guidance"),
     "tools": _OFF,
     "tool_choice": (None, "none"),
     "functions": _EMPTY,
@@ -38,7 +30,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": _OFF,
     "mm_processor_kwargs": _EMPTY,
     "media_io_kwargs": _EMPTY,
-    "thinking_token_budget": (None, -1),
     "repetition_detection": _OFF,
     "stream_interval": (None, 1),
     "watermarking": (None, False),

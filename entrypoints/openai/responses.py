@@ -21,12 +21,16 @@ class PromptTokensDetails(msgspec.Struct):
     multimodal_tokens: int | None = None
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(msgspec.Struct):
@@ -94,6 +98,26 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str | UnsetType = UNSET
 
 
+class CalledFunction(msgspec.Struct):
+    """`arguments` is JSON text. In chunks the name comes once, the arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None
@@ -102,6 +126,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     audio: None = None
     function_call: None = None
     reasoning: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -134,6 +159,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):

@@ -75,7 +75,7 @@ async def answer(
     """Run one call to its answer, its error, or its client's departure."""
     call = frontend.open_call(request.scope, prefix)
     try:
-        body = await parse_body(request, model)
+        body = await parse_body(request, model, frontend.beside)
         async with ClientWatch(request.receive) as client:
             response = await handler(frontend, call, body)
     except ClientDisconnect:

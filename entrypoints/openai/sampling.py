@@ -39,6 +39,7 @@ _PLAIN = (
     "spaces_between_special_tokens",
     "truncate_prompt_tokens",
     "truncation_side",
+    "thinking_token_budget",
 )
 _TOKEN_ID_KEY = re.compile(r"-?\d{1,19}")
 

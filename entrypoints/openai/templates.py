@@ -7,6 +7,7 @@ Decides what a request may change about the template; the rendering itself is `h
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from halfbyte.entrypoints.chat_template import ChatTemplate
@@ -25,9 +26,18 @@ class TemplatedRequest(Protocol):
 
 
 async def render(
-    frontend: Frontend, request: TemplatedRequest, messages: list[dict[str, Any]], reasoning_effort: str | None = None
+    frontend: Frontend,
+    request: TemplatedRequest,
+    messages: list[dict[str, Any]],
+    reasoning_effort: str | None = None,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    """The prompt text of a conversation. UserError when the request asks for what it may not, or the template refuses it."""
+    """The prompt text of a conversation.
+
+    tools: what the template shows of the request's tools; None where they stay out of the prompt. UserError when the request
+    asks for what it may not, or the template refuses it.
+    """
     arguments = _arguments(frontend, request, reasoning_effort)
 
     def work() -> str:
@@ -38,6 +48,7 @@ async def render(
             template = ChatTemplate.for_tokenizer(frontend.engine.tokenizer, own, from_request=True)
         return template.render(
             messages,
+            tools=tools,
             documents=request.documents,
             add_generation_prompt=adds_generation_prompt(request),
             continue_final_message=bool(request.continue_final_message),
@@ -45,9 +56,17 @@ async def render(
         )
 
     if request.chat_template is None:
+        return await frontend.beside.run(work, sum(map(_size, messages)))
+    async with frontend.foreign_templates:  # this thread only waits for the template's own process
         return await asyncio.to_thread(work)
-    async with frontend.foreign_templates:
-        return await asyncio.to_thread(work)
+
+
+def _size(message: object) -> int:
+    """How many characters a message has, about; what is neither a text nor parts counts little."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return 100 + sum(len(text) for text in texts if isinstance(text, str))
 
 
 def adds_generation_prompt(request: TemplatedRequest) -> bool:

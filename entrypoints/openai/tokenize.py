@@ -6,8 +6,6 @@ are decoded.
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from starlette.responses import Response
 
@@ -16,6 +14,7 @@ from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from halfbyte.entrypoints.openai.refused import refuse_unsupported
 from halfbyte.entrypoints.openai.responses import to_json
+from halfbyte.entrypoints.openai.tools import parse_tools
 from halfbyte.errors import UserError
 
 # A text to inspect may be longer than the context, but decoding is not for free.
@@ -40,14 +39,16 @@ async def tokenize(frontend: Frontend, call: Call, request: TokenizeRequest) -> 
     if (request.prompt is None) == (request.messages is None):
         raise UserError("send either prompt or messages", param="prompt")
     engine = frontend.engine
+    if request.tools is not None:
+        parse_tools(request.tools)  # what chat refuses is refused here
     if request.messages is not None:
-        text = await templates.render(frontend, request, request.messages)
+        text = await templates.render(frontend, request, request.messages, request.reasoning_effort, tools=request.tools)
         token_ids = await engine.encode(text, bool(request.add_special_tokens), seams=True)
     else:
         token_ids = await engine.encode(request.prompt or "", request.add_special_tokens is not False)
     texts = None
     if request.return_token_strs:
-        texts = await asyncio.to_thread(lambda: [engine.tokenizer.token_text(token_id) for token_id in token_ids])
+        texts = await frontend.beside.run(lambda: [engine.tokenizer.token_text(i) for i in token_ids], 4 * len(token_ids))
     call.num_prompt_tokens = len(token_ids)
     return to_json(Tokens(len(token_ids), engine.limits.max_model_len, token_ids, texts))
 
@@ -65,5 +66,5 @@ async def detokenize(frontend: Frontend, call: Call, request: DetokenizeRequest)
         if not 0 <= token_id < vocab_size:
             raise UserError(f"tokens[{index}] is {token_id}, the vocabulary has ids 0 to {vocab_size - 1}", param="tokens")
     call.num_prompt_tokens = len(request.tokens)
-    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
+    text = await frontend.beside.run(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False), 4 * len(request.tokens))
     return to_json(Text(text))

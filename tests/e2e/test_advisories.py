@@ -107,7 +107,8 @@ TEMPLATES = [
     {"chat_template_kwargs": {"chat_template": "{{ messages }}"}},
 ]
 RESERVED = ("tokenize", "chat_template", "return_tensors", "conversation", "messages", "tools", "documents", "return_dict")
-SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense", "pattern": "(a"}}}
+SCHEMA_OF_NOTHING = {"type": "nonsense", "pattern": "(a"}
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": SCHEMA_OF_NOTHING}}
 
 # advisory -> (routes, bodies' differences), each of which is a 400 there
 REFUSED: dict[str, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
@@ -115,10 +116,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
     "CVE-2026-116181": (GENERATE, [{"stop_token_ids": [i], "min_tokens": 1} for i in (V, -1, 2**31, 2**63 - 1)]),
     "CVE-2026-114051": (GENERATE, [{"max_tokens": None, "min_tokens": k} for k in (8193, 10**6, 2**31, 2**63 - 1)]),
     "GHSA-wpww-v874-ph2p": (GENERATE, each("cache_salt", "x" * 5_000_000)),
-    "CVE-2026-105757": (GENERATE, each("structured_outputs", {"json": {}}, {"choice": []}, {"regex": ""}, {})),
-    "CVE-2025-48944": (GENERATE, each("tools", [SCHEMA])),
+    "CVE-2026-105757": (GENERATE, each("structured_outputs", {"json": []}, {"choice": []}, {"regex": ""}, {})),
+    "CVE-2025-48944": (GENERATE, each("tools", [SCHEMA]) + each("structured_outputs", {"json": SCHEMA_OF_NOTHING})),
     "CVE-2025-48942": (GENERATE, each("guided_json", [], {"type": []}) + each("response_format", {"type": "json_schema"})),
-    "CVE-2026-55574": (GENERATE, each("guided_regex", "(a+)+$", "(a|a)*" * 50, "a{1,999999999}")),
+    "CVE-2026-55574": (GENERATE, each("guided_regex", "((a{1,999}){1,999}){1,999}", "(" * 60_000, "a{1,999999999}")),
     "CVE-2025-62164": (GENERATE, each("prompt_embeds", "AAAA", ["AAAA"], {"shape": [1]})),
     "CVE-2026-22778": (TEMPLATED, [part(kind, {"url": "data:;base64,broken"}) for kind in MEDIA]),
     "CVE-2026-116179": (tuple(BODIES), MEDIA_OPTIONS),

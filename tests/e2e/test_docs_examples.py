@@ -1,4 +1,6 @@
-"""Every curl line of docs/api.md, as a reader would run it: the status is the documented one, and the keys shown exist."""
+"""Every curl line of docs/api.md and docs/structured_outputs.md, as a reader would run it: the status is the documented one, and
+the keys shown exist.
+"""
 
 from __future__ import annotations
 
@@ -13,47 +15,48 @@ from typing import Any
 
 import pytest
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, STRUCTURE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "structured_outputs.md"))
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True)
 class Example:
-    """A command, and what the page shows of its answer ("" where there is nothing to show)."""
+    """A command, and what the page shows of its answer: "" where there is nothing to show, None where nothing is shown."""
 
     title: str
     command: str
     status: int
     kind: str
-    answer: str
+    answer: str | None
 
 
-def examples() -> Iterator[Example]:
-    """Each `sh` block that is a curl command, with the block behind it if nothing but a status stands between them."""
-    blocks = list(re.finditer(r"^```(\w+)\n(.*?)^```$|^#+ ([^\n]+)$", PAGE, re.M | re.S))
+def examples(page: str, unseen: str | None = "") -> Iterator[Example]:
+    """Each `sh` block that is a curl command, with the block behind it if nothing but a status stands between, else `unseen`."""
+    blocks = list(re.finditer(r"^```(\w+)\n(.*?)^```$|^#+ ([^\n]+)$", page, re.M | re.S))
     title = ""
     for index, block in enumerate(blocks):
         title = block.group(3) or title
         if block.group(1) != "sh" or not block.group(2).startswith("curl "):
             continue
-        status, kind, answer = 200, "", ""
+        status, kind, answer = 200, "", unseen
         behind = blocks[index + 1] if index + 1 < len(blocks) else None
         if behind is not None and behind.group(1) in ("json", "text"):
-            between = PAGE[block.end() : behind.start()].strip()
+            between = page[block.end() : behind.start()].strip()
             said = re.fullmatch(r"(?:Answered with status (\d+):)?", between)
             assert said, f"{title}: {between!r} stands between a command and its answer"
             status, kind, answer = int(said.group(1) or 200), behind.group(1), behind.group(2)
         yield Example(title, block.group(2), status, kind, answer)
 
 
-EXAMPLES = list(examples())
+EXAMPLES = [*examples(PAGE), *examples(STRUCTURE_PAGE, unseen=None)]
 
 
 def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
     called = {word.removeprefix(DOCUMENTED_URL) for example in EXAMPLES for word in shlex.split(example.command)}
     routes = re.findall(r"^### `(?:GET|POST) (\S+)`", PAGE, re.M)
     assert [route for route in routes if route not in called] == ["/docs"]
-    assert len(EXAMPLES) == PAGE.count("\ncurl ")
+    assert len(EXAMPLES) == PAGE.count("\ncurl ") + STRUCTURE_PAGE.count("\ncurl ")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{i}-{example.title}" for i, example in enumerate(EXAMPLES)])
@@ -63,7 +66,9 @@ def test_example(demo_server: Any, example: Example) -> None:
     done = subprocess.run([*command, "-sS", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, timeout=60)
     answer, _, status = done.stdout.rpartition("\n")
     assert int(status) == example.status, answer
-    if example.kind == "json":
+    if example.answer is None:
+        assert json.loads(answer)["choices"][0]["finish_reason"] in ("stop", "length")
+    elif example.kind == "json":
         compare(json.loads(example.answer), json.loads(answer), "$")
     elif example.answer.startswith("data: "):
         compare_streams(example.answer, answer)

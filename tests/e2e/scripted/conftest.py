@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,14 +41,27 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, a BOS in front of plain text, two tokens that the model's logits do not have."""
+def byte_tokenizer(
+    marks: Sequence[str] = (), special: bool = False, response_template: dict[str, Any] | None = None
+) -> Tokenizer:
+    """One token per byte, a BOS in front of plain text, two tokens that the model's logits do not have.
+
+    marks: texts that are tokens of their own, behind all others; special: whether the tokenizer calls them so.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL + BEYOND_THE_LOGITS))
-    return Tokenizer(backend, bos_token=SPECIAL[0], eos_token=SPECIAL[1], chat_template=TEMPLATE, affixes=((BOS,), ()))
+    backend.add_tokens([tokenizers.AddedToken(text, special=special) for text in marks])
+    return Tokenizer(
+        backend,
+        bos_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        chat_template=TEMPLATE,
+        affixes=((BOS,), ()),
+        response_template=response_template,
+    )
 
 
 TOKENIZER = byte_tokenizer()
@@ -66,13 +79,15 @@ class Run:
 class ScriptedClient:
     """An EngineClient whose steps give every live request one token.
 
-    `says`: texts that are answered to prompts (by exact token ids), followed by EOS; other prompts get letters that depend on
-    prompt, seed and position, without end. `hold`, then `allow(n)`: let n steps happen. `fails`: error text by position.
+    `says`: texts or token ids that are answered to prompts (by exact token ids), followed by EOS; other prompts get letters that
+    depend on prompt, seed and position, without end. `hold`, then `allow(n)`: let n steps happen. `fails`: error text by
+    position.
     """
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
         self.info = info
-        self.says: dict[tuple[int, ...], str] = {}
+        self.tokenizer = tokenizer
+        self.says: dict[tuple[int, ...], str | list[int]] = {}
         self.fails: dict[int, str] = {}
         self.aborted: list[str] = []
         self.requests: list[EngineRequest] = []
@@ -87,8 +102,9 @@ class ScriptedClient:
         with self._changed:
             self.requests += requests
             for request in requests:
-                text = self.says.get(tuple(request.prompt_token_ids))
-                tokens = None if text is None else [*TOKENIZER.encode(text, False), EOS]
+                answer = self.says.get(tuple(request.prompt_token_ids))
+                tokens = self.tokenizer.encode(answer, False) if isinstance(answer, str) else answer
+                tokens = None if tokens is None else [*tokens, EOS]
                 self._live[request.request_id] = Run(request, tokens)
             self._changed.notify_all()
 
@@ -213,9 +229,12 @@ def engine_info(**changes: Any) -> EngineInfo:
 class ScriptedServer:
     """`halfbyte serve` in a thread of this process, on a free loopback port. `model` is the script."""
 
-    def __init__(self, config: ServerConfig, info: EngineInfo, default_sampling: dict[str, Any]) -> None:
+    def __init__(
+        self, config: ServerConfig, info: EngineInfo, default_sampling: dict[str, Any], tokenizer: Tokenizer = TOKENIZER
+    ) -> None:
         self.config = replace(config, served_model_names=config.served_model_names or (MODEL, "alias"))
-        self.model = ScriptedClient(info)
+        self.model = ScriptedClient(info, tokenizer)
+        self.tokenizer = tokenizer
         self.engine: AsyncEngine
         self.exit_code: int | None = None
         self._stopping = False
@@ -238,7 +257,7 @@ class ScriptedServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.engine = AsyncEngine(self.model, TOKENIZER, default_sampling=self._default_sampling, served_name=MODEL)
+        self.engine = AsyncEngine(self.model, self.tokenizer, default_sampling=self._default_sampling, served_name=MODEL)
         app = build_app(self.engine, self.config)
         self.frontend = app.state.frontend
         self.routes = app.routes
@@ -287,28 +306,38 @@ class ScriptedServer:
 
     def say(self, prompt: str, text: str) -> str:
         """Answer `text`, then EOS, to the completion prompt `prompt`. Returns the prompt."""
-        self.model.says[tuple(TOKENIZER.encode(prompt))] = text
+        self.model.says[tuple(self.tokenizer.encode(prompt))] = text
         return prompt
 
-    def say_chat(self, question: str, text: str) -> list[dict[str, str]]:
-        """Answer `text`, then EOS, to this question. Returns the messages."""
+    def say_chat(self, question: str, answer: str | list[int]) -> list[dict[str, str]]:
+        """Answer this text, or these tokens, then EOS, to this question. Returns the messages."""
         prompt = f"<|start|>user\n{question}<|end|>\n<|start|>assistant\n"
-        self.model.says[tuple(TOKENIZER.encode(prompt, False))] = text
+        self.model.says[tuple(self.tokenizer.encode(prompt, False))] = answer
         return [{"role": "user", "content": question}]
 
     def tokens(self, text: str, special: bool = True) -> list[int]:
-        return TOKENIZER.encode(text, special)
+        return self.tokenizer.encode(text, special)
 
 
 @pytest.fixture(scope="session")
 def start_scripted() -> Iterator[Callable[..., ScriptedServer]]:
-    """Start a server: keywords are fields of ServerConfig, `info` of EngineInfo, `default_sampling` the model's."""
+    """Start a server: keywords are fields of ServerConfig, `info` of EngineInfo, `default_sampling` the model's.
+
+    marks, special, response_template: as `byte_tokenizer` has them; the model can write these tokens.
+    """
     started: list[ScriptedServer] = []
 
     def start(
-        info: dict[str, Any] | None = None, default_sampling: dict[str, Any] | None = None, **config: Any
+        info: dict[str, Any] | None = None,
+        default_sampling: dict[str, Any] | None = None,
+        marks: Sequence[str] = (),
+        special: bool = False,
+        response_template: dict[str, Any] | None = None,
+        **config: Any,
     ) -> ScriptedServer:
-        started.append(ScriptedServer(ServerConfig(**config), engine_info(**info or {}), default_sampling or {}))
+        tokenizer = byte_tokenizer(marks, special, response_template) if marks or response_template else TOKENIZER
+        facts = ({"vocab_size": len(tokenizer)} if marks else {}) | (info or {})
+        started.append(ScriptedServer(ServerConfig(**config), engine_info(**facts), default_sampling or {}, tokenizer))
         return started[-1]
 
     yield start

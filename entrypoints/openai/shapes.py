@@ -1,0 +1,92 @@
+"""JSON schemas of the fields that the request models leave open: messages, tools, prompts, response formats.
+
+They show readers of /docs, and whoever generates clients or requests, what such a field looks like. Nothing is checked against
+them: what is refused, and how it is said, is the business of the code that reads the field.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Shape = dict[str, Any]
+
+_TEXT: Shape = {"type": "string"}
+_FLAG: Shape = {"type": ["boolean", "null"]}
+
+
+def _object(required: tuple[str, ...], /, **properties: Shape) -> Shape:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _list(items: Shape, **bounds: int) -> Shape:
+    return {"type": "array", "items": items, **bounds}
+
+
+JSON_SCHEMA = _object(
+    (),
+    type={"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]},
+    properties={"type": "object", "additionalProperties": {"type": "object"}},
+    required=_list(_TEXT),
+    items={"type": "object"},
+    enum={"type": "array", "minItems": 1},
+)
+_PART = _object(("type", "text"), type={"enum": ["text", "input_text", "output_text"]}, text=_TEXT)
+_CALL = _object(("function",), id=_TEXT, type={"const": "function"}, function=_object(("name",), name=_TEXT, arguments=_TEXT))
+MESSAGE = _object(
+    ("role",),
+    role={"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+    content={"anyOf": [_TEXT, _list(_PART), {"type": "null"}]},
+    reasoning={"type": ["string", "null"]},
+    tool_calls=_list(_CALL),
+    tool_call_id=_TEXT,
+)
+TOOL = _object(
+    ("type", "function"),
+    type={"const": "function"},
+    function=_object(
+        ("name",), name=_TEXT | {"minLength": 1, "maxLength": 128}, description=_TEXT, parameters=JSON_SCHEMA, strict=_FLAG
+    ),
+)
+_NAMED = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_TEXT))
+TOOL_CHOICE_NAME: Shape = {"enum": ["none", "auto", "required"]}
+TOOL_CHOICE: Shape = {
+    "oneOf": [
+        _NAMED,
+        _object(
+            ("type", "allowed_tools"),
+            type={"const": "allowed_tools"},
+            allowed_tools=_object(("mode", "tools"), mode={"enum": ["auto", "required"]}, tools=_list(_NAMED, minItems=1)),
+        ),
+    ]
+}
+RESPONSE_FORMAT: Shape = {
+    "oneOf": [
+        _object(("type",), type={"enum": ["text", "json_object"]}),
+        _object(
+            ("type", "json_schema"),
+            type={"const": "json_schema"},
+            json_schema=_object(("name", "schema"), name=_TEXT, schema=JSON_SCHEMA, strict=_FLAG),
+        ),
+        _object(("type", "format"), type={"const": "structural_tag"}, format={"type": "object"}),
+    ]
+}
+STRUCTURED_OUTPUTS: Shape = {
+    "oneOf": [
+        _object(("json",), json=JSON_SCHEMA),
+        _object(("regex",), regex=_TEXT | {"minLength": 1, "format": "regex"}),
+        _object(("choice",), choice=_list(_TEXT | {"minLength": 1}, minItems=1)),
+        _object(("grammar",), grammar=_TEXT | {"minLength": 1}),
+        _object(("json_object",), json_object={"const": True}),
+        _object(("structural_tag",), structural_tag=_TEXT | {"minLength": 1}),
+    ]
+}
+TOKEN_BIASES: Shape = {"propertyNames": {"pattern": "^[0-9]{1,19}$"}}
+_TOKEN: Shape = {"type": "integer", "minimum": 0}
+PROMPTS: Shape = {
+    "oneOf": [
+        _TEXT | {"minLength": 1},
+        _list(_TEXT | {"minLength": 1}, minItems=1),
+        _list(_TOKEN, minItems=1),
+        _list(_list(_TOKEN, minItems=1), minItems=1),
+    ]
+}
