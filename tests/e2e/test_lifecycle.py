@@ -66,7 +66,7 @@ def test_wrong_start_is_one_line(flags: tuple[str, ...], names: list[str]) -> No
 
 
 @pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP])
-def test_engine_death_ends_streams_and_server(
+def test_checklist_15_engine_death_ends_streams_and_server(
     start_server: Callable[..., Any], wait_until: Any, kill_signal: signal.Signals
 ) -> None:
     server = start_server(*SMALL).ready()

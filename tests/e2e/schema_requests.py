@@ -1,0 +1,145 @@
+"""Requests that the server's own OpenAPI document leads to, made by schemathesis from fixed seeds.
+
+Bodies as a whole, and, because few of those get past their first mistake, each field by itself in a body that is right. Both fit
+the schema or break it. Knows nothing of the server but its document. Used by `test_schemathesis`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+with warnings.catch_warnings():
+    # what it imports warns of what its next release will drop
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import schemathesis
+    from schemathesis import GenerationMode
+
+Schema = dict[str, Any]
+JSON_TYPE = "application/json"
+# The document's numbers are 64 bits wide, and most limits are near zero.
+NEAR = {"minimum": -2, "maximum": 20}
+# Choices (n) that a request gets at most here, and that a server grants: thousands of answers would take minutes.
+MAX_CHOICES, GRANTED_CHOICES = 20, 16384
+# What the demo model has no tokens for, and the fields that may ask it to write that: it finds out in the midst of its answer.
+UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
+ASKING = ("response_format", "structured_outputs", "tools")
+# How many values are drawn: for a whole body, for a field, and more for a field with a long schema.
+PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 60
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request. field: the one that was varied, "" for the whole body. body: None for no body."""
+
+    method: str
+    path: str
+    field: str
+    body: bytes | None
+
+    @property
+    def streams(self) -> bool:
+        try:
+            body = json.loads(self.body or b"")
+        except ValueError:
+            return False
+        return isinstance(body, dict) and body.get("stream") is True
+
+
+def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[str, Schema]) -> list[Sent]:
+    """All requests for a document, without repetitions.
+
+    right: for each path that takes a body, one that is right. beside: field -> other fields without which it is refused.
+    """
+    made: dict[Sent, None] = {}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            body = operation.get("requestBody")
+            bodies = [("", None)] if body is None else _bodies(body["content"][JSON_TYPE]["schema"], right[path], beside)
+            for field, content in bodies:
+                made[Sent(method.upper(), path, field, content)] = None
+    return list(made)
+
+
+def _bodies(schema: Schema, right: Schema, beside: Mapping[str, Schema]) -> Iterator[tuple[str, bytes | None]]:
+    """(the field that is varied or "", content) for one route."""
+    for value in _values(json.dumps(schema), PER_BODY):
+        if isinstance(value, bytes):
+            yield "", value
+        else:
+            yield "", _encode(value)
+            yield "", _encode(value | right if isinstance(value, dict) else right)
+    for field, described in schema["properties"].items():
+        # what says more has more ways to be wrong
+        text = json.dumps(described)
+        for value in _values(text, PER_FIELD + len(text) // CHARS_PER_VALUE):
+            if not isinstance(value, bytes):
+                yield field, _encode({**right, **beside.get(field, {}), field: value})
+
+
+def _encode(body: Any) -> bytes:
+    if isinstance(body, dict):
+        body = {name: _writable(value) if name in ASKING else value for name, value in body.items()}
+        if isinstance(body.get("n"), int) and MAX_CHOICES < body["n"] <= GRANTED_CHOICES:
+            body["n"] = MAX_CHOICES
+    return json.dumps(body).encode()
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, str):
+        return UNWRITABLE.sub("?", value)
+    if isinstance(value, dict):
+        return {_writable(name): _writable(item) for name, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, list) else value
+
+
+@cache
+def _values(described: str, most: int) -> list[Any]:
+    """Values that fit a schema (JSON text) and its likely form, and values that break it. Bytes are no JSON at all."""
+    schema = json.loads(described)
+    return [
+        *_generate(_likely(schema), GenerationMode.POSITIVE, most),
+        *_generate(schema, GenerationMode.POSITIVE, most // 2),
+        *_generate(schema, GenerationMode.NEGATIVE, most),
+    ]
+
+
+def _generate(schema: Schema, mode: GenerationMode, most: int) -> list[Any]:
+    """At most `most` bodies of an operation whose body has this schema."""
+    request = {"content": {JSON_TYPE: {"schema": schema}}, "required": True}
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "one body", "version": "1"},
+        "paths": {"/": {"post": {"requestBody": request, "responses": {"200": {"description": "any"}}}}},
+    }
+    strategy = schemathesis.openapi.from_dict(document)["/"]["POST"].as_strategy(generation_mode=mode)
+    found: list[Any] = []
+
+    @seed(zlib.crc32(json.dumps(schema).encode()))
+    @settings(max_examples=most, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def collect(case: Any) -> None:
+        if case.media_type == JSON_TYPE:
+            found.append(case.body)
+
+    collect()
+    return found
+
+
+def _likely(node: Any) -> Any:
+    """The schema with each number near zero, and without properties that it does not name."""
+    if isinstance(node, list):
+        return [_likely(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    within = NEAR if node.get("type") in ("integer", "number") else {}
+    closed = {"additionalProperties": False} if isinstance(node.get("properties"), dict) and "type" in node else {}
+    return {key: _likely(value) for key, value in node.items()} | within | closed
