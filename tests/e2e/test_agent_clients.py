@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ TOOLS = CLIENTS / "tools.json"
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Any) -> Any:
-    return start_server("--enable-auto-tool-choice", "--tool-call-parser", "hermes").ready()
+def server(start_server: Any) -> Iterator[Any]:
+    server = start_server("--enable-auto-tool-choice", "--tool-call-parser", "hermes").ready()
+    yield server
+    server.stop()
 
 
 def run(script: str, *arguments: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ TOOLS = [{"type": "function", "function": {"name": "answer", "parameters": SCHEM
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def server(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     template: Path = tmp_path_factory.mktemp("template") / "thinking.jinja"
     template.write_text(TEMPLATE)
     flags = ("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--max-model-len", "512")
-    return start_server("--chat-template", str(template), *flags).ready()
+    server = start_server("--chat-template", str(template), *flags).ready()
+    yield server
+    server.stop()
 
 
 def ask(server: Any, **fields: Any) -> Any:
