@@ -389,8 +389,9 @@ class Scheduler:
             count += 1
         news = _report(request, tokens[:count], finish_reason=finish_reason)
         news.stop_token_id = stop_token_id
-        ending = request.stop_token_ids.union(request.source.eos_token_ids)
-        news.ends_in_text = finish_reason == "stop" and request.token_ids[-1] not in ending
+        if finish_reason == "stop":
+            last = request.token_ids[-1]
+            news.ends_in_text = last not in request.stop_token_ids and last not in request.source.eos_token_ids
         news.logprobs = None if logprobs is None else logprobs[:count]
         if is_first and request.source.sampling.prompt_logprobs is not None:
             news.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []

@@ -54,18 +54,21 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if len(given) != 1:
             got = " and ".join(given) if given else "none"
             raise UserError(f"{param} takes exactly one of {', '.join(CONSTRAINTS)}; got {got}", param=param)
-        value = getattr(self, given[0])
-        if given == ["choice"]:
-            if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
-                raise UserError(f"{param}.choice must be a list of non-empty strings, and not empty", param=param)
-        elif given == ["json_object"]:
-            if value is not True:
-                raise UserError(f"{param}.json_object must be true, or left out", param=param)
-        elif given != ["json"] and (not isinstance(value, str) or not value.strip()):
-            raise UserError(f"{param}.{given[0]} must be a text, and not blank", param=param)
-        elif given == ["json"] and not (isinstance(value, (dict, bool)) or (isinstance(value, str) and value.strip())):
-            raise UserError(f"{param}.json must be a JSON schema: an object, or its text", param=param)
-        if given == ["regex"] and "\0" in value:
+        kind, value = given[0], getattr(self, given[0])
+        is_text = isinstance(value, str) and bool(value.strip())
+        match kind:
+            case "choice":
+                is_right = isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
+                wanted = "a list of non-empty strings, and not empty"
+            case "json_object":
+                is_right, wanted = value is True, "true, or left out"
+            case "json":
+                is_right, wanted = isinstance(value, (dict, bool)) or is_text, "a JSON schema: an object, or its text"
+            case _:
+                is_right, wanted = is_text, "a text, and not blank"
+        if not is_right:
+            raise UserError(f"{param}.{kind} must be {wanted}", param=param)
+        if kind == "regex" and "\0" in value:
             raise UserError(f"{param}.regex must not contain NUL", param=param)
 
 
@@ -73,9 +76,10 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 
 class Thinking(msgspec.Struct, omit_defaults=True):
-    """How the engine sees by token ids that the model thinks: a grammar applies to what comes after.
+    """How the engine sees that the model thinks: a grammar applies to what comes after.
 
-    start_ids open a thought, end_ids close it; force_ids close it when `budget` tokens of it are out (None: no limit).
+    start_ids open a thought; end_ids close it, or where they are several, any tokens that spell the same; force_ids close it when
+    `budget` tokens of it are out (None: no limit).
     is_open: the prompt ends inside a thought (True), behind one or where there is none (False), or the model may begin with one
     (None).
     """

@@ -3,7 +3,7 @@
 Knows matchers, the bytes of tokens and what JSON looks like; knows no requests, no devices and no clocks: the same tokens get
 the same masks on every machine. `Vocabulary` is made once per engine, `Closing` once per request for `constraint`.
 
-A mask row is int32 [ceil(V / 32)] (letter W), lowest bit first, 1 = allowed.
+Letter W: words of a mask row, see `rows`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from halfbyte.engine.grammar.rows import allow, ids_of, num_words, row_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -39,7 +41,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
         self._library = compiler.library_tokenizer
-        self.num_words = -(-compiler.vocab_size // 32)
+        self._num_words = num_words(compiler.vocab_size)
         wanted = {text.encode() for text in (*_TEXT, *_IN_TEXT, *_ELSEWHERE)}
         known: dict[bytes, int] = {}
         plain: list[int] = []
@@ -59,9 +61,9 @@ class Vocabulary:
         self._text, self._in_text, self._elsewhere = (
             [known[text.encode()] for text in texts if text.encode() in known] for texts in (_TEXT, _IN_TEXT, _ELSEWHERE)
         )
-        self.plain_W, self._signs_W = self._row(plain), self._row(signs)
-        blank_W = self._row(by_length.pop(0, []))
-        lengths = [self._row(by_length[length]) for length in sorted(by_length)]
+        self.plain_W, self._signs_W = (row_of(ids, compiler.vocab_size) for ids in (plain, signs))
+        blank_W = row_of(by_length.pop(0, []), compiler.vocab_size)
+        lengths = [row_of(by_length[length], compiler.vocab_size) for length in sorted(by_length)]
         self._shortest_first = np.stack([*lengths, blank_W])
         self._longest_first = np.stack([*reversed(lengths), blank_W])
 
@@ -116,7 +118,7 @@ class Vocabulary:
 
     def allowed(self, matcher: LLMatcher) -> np.ndarray:
         """The mask row of what may come next."""
-        row_W = np.zeros(self.num_words, np.int32)
+        row_W = np.zeros(self._num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(row_W.ctypes.data, row_W.nbytes)
         return row_W
 
@@ -144,11 +146,6 @@ class Vocabulary:
         in_text = any(matcher.validate_tokens([token]) for token in self._text)
         closers = self._in_text if in_text else self._elsewhere
         return next(([token] for token in closers if [token] != path[-1:] and matcher.validate_tokens([token])), [])
-
-    def _row(self, token_ids: list[int]) -> np.ndarray:
-        bits = np.zeros(self.num_words * 32, np.bool_)
-        bits[token_ids] = True
-        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Closing:
@@ -240,22 +237,6 @@ def reach_of(vocabulary: Vocabulary, start: LLMatcher) -> int:
                 break
             path = path[1:]
     return most
-
-
-def ids_of(row_W: np.ndarray, most: int | None = None) -> list[int]:
-    """The tokens of a mask row, the first `most` of them."""
-    words = np.flatnonzero(row_W)[:most]
-    at = np.flatnonzero(np.unpackbits(row_W[words].view(np.uint8), bitorder="little"))[:most]
-    ids: list[int] = (words[at >> 5] * 32 + (at & 31)).tolist()
-    return ids
-
-
-def allow(row_W: np.ndarray, token_id: int) -> None:
-    row_W.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-
-
-def forbid(row_W: np.ndarray, token_id: int) -> None:
-    row_W.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
 
 
 def _first(row_W: np.ndarray, groups_GW: np.ndarray) -> list[int]:

@@ -3,7 +3,7 @@
 Knows token ids, the request's matcher and how many tokens it may have; knows no scheduler, no text and no device. The scheduler
 tells it each token that is appended; the engine core asks for the rows of a step's mask.
 
-A mask row is int32 [ceil(V / 32)], lowest bit first, 1 = allowed.
+Mask rows are as in `rows`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halfbyte.engine.grammar.closing import Closing, allow, forbid
+from halfbyte.engine.grammar.closing import Closing
+from halfbyte.engine.grammar.rows import allow, forbid, num_words
 from halfbyte.engine.grammar.thoughts import EndOfThought
 from halfbyte.types import Constraint, Thinking
 
@@ -50,7 +51,7 @@ class RequestConstraint:
     ) -> None:
         self.error: str | None = None
         self.is_complete = False
-        self.num_words = -(-vocab_size // 32)
+        self.num_words = num_words(vocab_size)
         self._matcher, self._closing = matcher, closing
         self._eos_token_ids = frozenset(eos_token_ids)
         self._thinking = thinking = asked.thinking or Thinking([], [], [], is_open=False)

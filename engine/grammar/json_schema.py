@@ -61,7 +61,7 @@ def prepare(schema: Any, *, options: GrammarOptions, param: str, work: Work | No
     written = _Writer(document, options.disable_additional_properties).write()
     if written is False:
         raise document.fail("#", "no value satisfies it")
-    return {"x-guidance": _style(options, param), **(written if isinstance(written, dict) else {})}
+    return {"x-guidance": json_style(options, param), **(written if isinstance(written, dict) else {})}
 
 
 def _parse(text: str, param: str) -> Any:
@@ -74,8 +74,8 @@ def _parse(text: str, param: str) -> Any:
         raise UserError(f"{param} is not a JSON schema: {reason}", param=param) from None
 
 
-def _style(options: GrammarOptions, param: str) -> dict[str, Any]:
-    """The library's options, which travel in the schema."""
+def json_style(options: GrammarOptions, param: str) -> dict[str, Any]:
+    """The library's options, which travel in the schema. UserError, naming `param`, for a pattern that is no white space."""
     style: dict[str, Any] = {"json_allowed_escapes": ESCAPES}
     if options.disable_any_whitespace:
         return style | {"whitespace_flexible": False}

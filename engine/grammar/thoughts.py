@@ -3,7 +3,7 @@
 Knows token ids and the bytes of tokens; knows no grammar and no request. Followed by the constraint of a request in the engine,
 and by the count of its thoughts' tokens in the API process.
 
-Letter W: words of a mask row, int32 [ceil(V / 32)].
+Letter W: words of a mask row, see `rows`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+
+from halfbyte.engine.grammar.rows import row_of
 
 TokenBytes = Callable[[int], bytes]
 
@@ -56,8 +58,7 @@ def overlong_tokens(mark: bytes, token_bytes: TokenBytes, vocab_size: int) -> di
     rows: dict[int, np.ndarray] = {}
     for count in range(len(mark)):
         rest = mark[count:]
-        bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-        bits[[i for i, text in enumerate(texts) if len(text) > len(rest) and text.startswith(rest)]] = True
-        if bits.any():
-            rows[count] = np.packbits(bits, bitorder="little").view(np.int32)
+        longer = [i for i, text in enumerate(texts) if len(text) > len(rest) and text.startswith(rest)]
+        if longer:
+            rows[count] = row_of(longer, vocab_size)
     return rows

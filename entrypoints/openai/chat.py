@@ -9,10 +9,9 @@ from functools import partial
 
 from starlette.responses import Response
 
-from halfbyte.engine.tokenizer import SEAM
 from halfbyte.entrypoints.openai import templates
 from halfbyte.entrypoints.openai.chat_writer import ChatWriter
-from halfbyte.entrypoints.openai.choices import Tally, collect
+from halfbyte.entrypoints.openai.choices import Tally, collect, size_with_logprobs
 from halfbyte.entrypoints.openai.constraints import check_tools, plan_answer, shown_tools
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.prompts import encode_prompts
@@ -49,7 +48,7 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
     special = bool(request.add_special_tokens)
     prompt = (await encode_prompts(frontend.engine, [text], request, special=special, budget=asked, seams=True))[0]
     params = _params(frontend, request, asked, len(prompt.token_ids))
-    plan = await plan_answer(frontend, request, use, text.replace(SEAM, ""))
+    plan = await plan_answer(frontend, request, use, prompt.text or "")
     tally = Tally(call, [len(prompt.token_ids)])
     writer = ChatWriter(frontend, call, request, model, prompt, plan, tally)
     generations = await frontend.generate(
@@ -58,14 +57,13 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
         cache_salt=request.cache_salt,
         grammar=plan.grammar,
         thinking=plan.thinking,
-        marks=plan.marks,
+        marks=writer.marks,
     )
     if request.stream:
         return EventStream(writer.events(generations), call.end, frontend.config.sse_keep_alive_interval_s)
     choices = await collect(generations, writer.n, tally)
     if request.logprobs or request.prompt_logprobs is not None:  # thousands of small objects
-        num_chars = sum(len(choice.text) for choice in choices)
-        return to_json(await frontend.beside.run(partial(writer.whole, choices), 20 * num_chars))
+        return to_json(await frontend.beside.run(partial(writer.whole, choices), size_with_logprobs(choices)))
     return to_json(writer.whole(choices))
 
 

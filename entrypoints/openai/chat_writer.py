@@ -6,7 +6,7 @@ parser's to say (`halfbyte.entrypoints.answers`); whole answers and streams are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from halfbyte.engine.output_processor import SequenceDelta
@@ -88,6 +88,11 @@ class ChatWriter:
             _Reading(plan.parser(), None if counted is None else ThoughtTokens(counted, frontend.engine.tokenizer.token_bytes))
             for _ in range(self.n)
         ]
+
+    @property
+    def marks(self) -> Mapping[int, str] | None:
+        """The tokens that the parsers want to see as marks."""
+        return None if self._readings[0].parser is None else self._frontend.answers.marks.by_token
 
     def whole(self, choices: Sequence[GrowingChoice]) -> ChatCompletion:
         request, tokenizer = self._request, self._frontend.engine.tokenizer

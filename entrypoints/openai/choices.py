@@ -5,7 +5,7 @@ Collects deltas for answers that are sent whole and counts tokens for both kinds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -86,3 +86,8 @@ async def collect(generations: Sequence[Closeable], n: int, tally: Tally) -> lis
             tally.count(prompt_index, delta)
             choices[prompt_index * n + delta.index].grow(delta)
     return choices
+
+
+def size_with_logprobs(choices: Iterable[GrowingChoice]) -> int:
+    """The work of writing choices with log probabilities, in the characters of `Beside.run`: some dozens for each token."""
+    return sum(50 * len(choice.token_ids) for choice in choices)

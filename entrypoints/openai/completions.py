@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from halfbyte.engine.grammar.compile import lark_of
 from halfbyte.engine.output_processor import SequenceDelta
-from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect
+from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect, size_with_logprobs
 from halfbyte.entrypoints.openai.chunks import chunk_events
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.logprobs import (
@@ -82,8 +82,7 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
         return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
     choices = await collect(generations, writer.n, tally)
     if request.logprobs is not None or request.prompt_logprobs is not None:  # thousands of small objects
-        num_chars = sum(len(choice.text) for choice in choices)
-        return to_json(await frontend.beside.run(partial(writer.whole, choices, tally), 20 * num_chars))
+        return to_json(await frontend.beside.run(partial(writer.whole, choices, tally), size_with_logprobs(choices)))
     return to_json(writer.whole(choices, tally))
 
 

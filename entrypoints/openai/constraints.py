@@ -42,11 +42,6 @@ class AnswerPlan:
     thinking: Thinking | None
     grammar: str | None
 
-    @property
-    def marks(self) -> Mapping[int, str] | None:
-        """The tokens that the parser wants to see as marks."""
-        return self.frontend.answers.marks.by_token if self.use.mode != "none" or self.thinking is not None else None
-
     def parser(self) -> AnswerParser | None:
         """For one choice; None when all of its text is content."""
         tools = None if self.use.mode == "none" else self.use.tools
@@ -72,7 +67,7 @@ async def plan_answer(frontend: Frontend, request: ChatRequest, use: ToolUse, pr
     thinking = frontend.answers.thinking(prompt, continues=bool(request.continue_final_message))
     if asked is not None and use.is_forced:
         raise UserError(f"{param} and tool_choice {use.mode!r} ask for different answers; leave one out", param=param)
-    if asked is not None and frontend.structure.enable_in_reasoning:
+    if (asked is not None or use.needs_grammar) and frontend.structure.enable_in_reasoning:
         thinking = None
     grammar, options = None, frontend.structure.options
     if use.needs_grammar or (use.mode == "auto" and asked is not None):

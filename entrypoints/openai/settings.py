@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfbyte.engine.grammar.compile import GrammarOptions
+from halfbyte.engine.grammar.json_schema import GrammarOptions, json_style
 from halfbyte.errors import UserError
 
 FLAG = "--structured-outputs-config"
@@ -31,8 +31,12 @@ class StructureSettings:
             elif name in _SWITCHES:
                 if not isinstance(value, bool):
                     raise UserError(f"{FLAG}: {name} must be true or false, got {value!r}")
-            elif name != "whitespace_pattern":
+            elif name == "whitespace_pattern":
+                if not isinstance(value, str):
+                    raise UserError(f"{FLAG}: {name} must be a text, got {value!r}")
+            else:
                 raise UserError(f"{FLAG} has no {name!r}; it takes backend, whitespace_pattern, {', '.join(_SWITCHES)}")
         names = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
         options = GrammarOptions(**{name: given[name] for name in names if name in given})
+        json_style(options, FLAG)  # what is wrong with a pattern would be an error of every request
         return cls(options, given.get("enable_in_reasoning", False))

@@ -73,8 +73,6 @@ def _params(given: Mapping[str, Any], param: str) -> StructuredOutputsParams:
     if unknown := sorted(set(given) - set(_FIELDS)):
         raise UserError(f"{param} has no field {unknown[0][:40]!r}; it takes {', '.join(_FIELDS)}", param=param)
     try:
-        # converted for its check of types, made for its own
-        checked = msgspec.convert(dict(given), StructuredOutputsParams)
-    except msgspec.ValidationError as error:
+        return msgspec.convert(dict(given), StructuredOutputsParams)
+    except msgspec.ValidationError as error:  # a wrong type, or what the struct itself refuses
         raise UserError(f"{param}: {error}", param=param) from None
-    return checked

@@ -14,6 +14,7 @@ from halfbyte.entrypoints.answers.reading import Reader, Steps, Text
 from halfbyte.entrypoints.tool_parsers.grammars import literal, schema_of
 from halfbyte.entrypoints.tool_parsers.json_calls import arguments_value
 from halfbyte.entrypoints.tool_parsers.protocol import CallGrammar, CallReader, JsonTerm
+from halfbyte.entrypoints.tool_parsers.sections import read_sections
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -28,11 +29,11 @@ class DeepseekV3:
     def __init__(self, marks: Marks) -> None:
         marks.require("--tool-call-parser deepseek_v3 (or deepseek_v31)", BEGIN, CALL_BEGIN, SEPARATOR)
         self._marks = marks
-        self._begin, self._end = marks.mark(BEGIN), marks.mark(END)
-        self._call_begin, self._separator, self._call_end = map(marks.mark, (CALL_BEGIN, SEPARATOR, CALL_END))
+        begin, end, call_begin, self._separator, self._call_end = map(marks.mark, (BEGIN, END, CALL_BEGIN, SEPARATOR, CALL_END))
+        self._section, self._call_marks = (begin, end), (call_begin, self._call_end)
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
-        return Reader(self._read)
+        return Reader(lambda text: read_sections(text, self._section, self._call_marks, self._call))
 
     def grammar(self, tools: Sequence[Tool], json_term: JsonTerm, *, parallel: bool) -> CallGrammar:
         end, opening, close = map(self._marks.terminal, (END, CALL_BEGIN, CALL_END))
@@ -44,17 +45,6 @@ class DeepseekV3:
     def _body(self, tool: Tool, json_term: JsonTerm) -> str:
         head, tail = literal(f"{tool.name}\n{FENCE}json\n"), literal(f"\n{FENCE}")
         return f'"function" {self._marks.terminal(SEPARATOR)} {head} {json_term(schema_of(tool))} {tail}'
-
-    def _read(self, text: Text) -> Steps[None]:
-        while True:
-            mark = yield from text.until(self._begin, self._call_begin, sink=text.content)
-            text.open_call(mark)
-            if mark == self._begin:
-                yield from text.skip_space()
-                yield from text.expect(self._call_begin)
-            yield from self._call(text)
-            yield from text.skip_space(text.content)
-            yield from text.accepts(self._end, drops_cut=True)
 
     def _call(self, text: Text) -> Steps[None]:
         name, _ = yield from text.word(self._separator)
@@ -70,8 +60,6 @@ class DeepseekV3:
         text.end_call()
         yield from text.skip_space()
         yield from text.accepts(FENCE, drops_cut=True)
-        yield from text.skip_space()
-        yield from text.accepts(self._call_end, drops_cut=True)
 
 
 class DeepseekV31(DeepseekV3):

@@ -13,6 +13,7 @@ from halfbyte.entrypoints.answers.reading import Reader, Steps, Text
 from halfbyte.entrypoints.tool_parsers.grammars import literal, schema_of
 from halfbyte.entrypoints.tool_parsers.json_calls import arguments_value
 from halfbyte.entrypoints.tool_parsers.protocol import CallGrammar, CallReader, JsonTerm
+from halfbyte.entrypoints.tool_parsers.sections import read_sections
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -23,11 +24,11 @@ class KimiK2:
     def __init__(self, marks: Marks) -> None:
         marks.require("--tool-call-parser kimi_k2", BEGIN, CALL_BEGIN, ARGUMENTS)
         self._marks = marks
-        self._begin, self._end = marks.mark(BEGIN), marks.mark(END)
-        self._call_begin, self._arguments, self._call_end = map(marks.mark, (CALL_BEGIN, ARGUMENTS, CALL_END))
+        begin, end, call_begin, self._arguments, self._call_end = map(marks.mark, (BEGIN, END, CALL_BEGIN, ARGUMENTS, CALL_END))
+        self._section, self._call_marks = (begin, end), (call_begin, self._call_end)
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
-        return Reader(self._read)
+        return Reader(lambda text: read_sections(text, self._section, self._call_marks, self._call))
 
     def grammar(self, tools: Sequence[Tool], json_term: JsonTerm, *, parallel: bool) -> CallGrammar:
         end, opening, arguments, close = map(self._marks.terminal, (END, CALL_BEGIN, ARGUMENTS, CALL_END))
@@ -37,24 +38,13 @@ class KimiK2:
         calls = "call+" if parallel else "call"
         return CallGrammar(f"calls: {calls} {end}\ncall: {opening} body {close}\nbody: {bodies}\n", BEGIN)
 
-    def _read(self, text: Text) -> Steps[None]:
-        while True:
-            mark = yield from text.until(self._begin, self._call_begin, sink=text.content)
-            text.open_call(mark)
-            if mark == self._begin:
-                yield from text.skip_space()
-                yield from text.expect(self._call_begin)
-            identity, mark = yield from text.word(self._arguments, "{", self._call_end)
-            if mark != self._arguments:
-                text.put_back(mark)
-            text.start_call(*_name_and_id(identity.strip()))
-            yield from text.skip_space()
-            yield from arguments_value(text, self._call_end)
-            text.end_call()
-            yield from text.skip_space()
-            yield from text.accepts(self._call_end, drops_cut=True)
-            yield from text.skip_space(text.content)
-            yield from text.accepts(self._end, drops_cut=True)
+    def _call(self, text: Text) -> Steps[None]:
+        identity, mark = yield from text.word(self._arguments, "{", self._call_end)
+        if mark != self._arguments:
+            text.put_back(mark)
+        text.start_call(*_name_and_id(identity.strip()))
+        yield from text.skip_space()
+        yield from arguments_value(text, self._call_end)
 
 
 def _name_and_id(identity: str) -> tuple[str, str | None]:

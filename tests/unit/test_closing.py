@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfbyte.engine.grammar.closing import Closing, Vocabulary, ids_of, reach_of
+from halfbyte.engine.grammar.closing import Closing, Vocabulary, reach_of
 from halfbyte.engine.grammar.compile import GrammarCompiler, GrammarOptions, lark_of
 from halfbyte.engine.grammar.constraint import RequestConstraint
+from halfbyte.engine.grammar.rows import ids_of
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.types import Constraint, StructuredOutputsParams
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from halfbyte.engine.grammar.closing import ids_of
 from halfbyte.engine.grammar.compile import GrammarCompiler
 from halfbyte.engine.grammar.constraint import RequestConstraint, fill_masks
+from halfbyte.engine.grammar.rows import ids_of
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.types import Constraint, Thinking
 

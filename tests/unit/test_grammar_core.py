@@ -15,9 +15,9 @@ import pytest
 
 from halfbyte.config import SchedulerConfig
 from halfbyte.engine.core import EngineCore
-from halfbyte.engine.grammar.closing import ids_of
 from halfbyte.engine.grammar.compile import GrammarCompiler
 from halfbyte.engine.grammar.preparation import Preparation
+from halfbyte.engine.grammar.rows import ids_of
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.kvcache.manager import KVCacheManager

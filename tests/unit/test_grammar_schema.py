@@ -8,7 +8,6 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,7 @@ from halfbyte.engine.grammar.json_schema import GrammarOptions, prepare
 from halfbyte.engine.grammar.schema_formats import FORMATS, REFUSED_FORMATS
 from halfbyte.engine.grammar.schema_reader import KEYWORDS, MAX_DEPTH, MAX_NODES, MAX_PROPERTIES
 from halfbyte.errors import UserError
-
-EOS = 256
-
-
-class Bytes:
-    """A vocabulary of the 256 bytes and an end."""
-
-    eos_token_id = EOS
-    bos_token_id = None
-    special_token_ids = (EOS,)
-    tokens = tuple(bytes([byte]) for byte in range(256)) + (b"\xff<end>",)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-@cache
-def vocabulary() -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=EOS + 1)
+from tests.unit.byte_vocabulary import vocabulary
 
 
 def start_of(schema: Any, **options: Any) -> llguidance.LLMatcher:

@@ -31,6 +31,7 @@ import pytest
 from halfbyte.engine.grammar.compile import GrammarOptions, lark_of
 from halfbyte.errors import UserError
 from halfbyte.types import StructuredOutputsParams
+from tests.unit.byte_vocabulary import vocabulary
 
 ARCHIVE = "jsonschema-4.26.0.tar.gz"
 SHA256 = "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326"
@@ -38,7 +39,6 @@ FOLDER = "json/tests/draft2020-12/"
 PAGE = Path(__file__).resolve().parents[2] / "docs/results/json_schema_suite.md"
 LIBRARY = "llguidance"
 OUTCOMES = ("enforced", "narrower", "refused", "wrong")
-EOS = 256
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,6 @@ class Outcome:
     description: str
     kind: str
     why: str
-
-
-class Bytes:
-    """A vocabulary of the 256 bytes and an end."""
-
-    eos_token_id = EOS
-    bos_token_id = None
-    special_token_ids = (EOS,)
-    tokens = tuple(bytes([byte]) for byte in range(256)) + (b"\xff<end>",)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
 
 
 def fetch() -> bytes:
@@ -124,13 +112,13 @@ def says(start: llguidance.LLMatcher, text: str) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
-def outcome(file: str, group: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> Outcome:
+def outcome(file: str, group: dict[str, Any]) -> Outcome:
     try:
         lark = lark_of(StructuredOutputsParams(json=group["schema"]), GrammarOptions(), param="schema")
     except UserError as error:
         return Outcome(file, group["description"], "refused", str(error))
     start = llguidance.LLMatcher(
-        vocabulary,
+        vocabulary(),
         llguidance.LLMatcher.grammar_from_lark(lark),
         log_level=0,
         limits=llguidance.LLParserLimits(verbose_errors=False),
@@ -147,8 +135,7 @@ def outcome(file: str, group: dict[str, Any], vocabulary: llguidance.LLTokenizer
 
 @cache
 def outcomes() -> list[Outcome]:
-    vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=EOS + 1)
-    return [outcome(file, group, vocabulary) for file, group in groups()]
+    return [outcome(file, group) for file, group in groups()]
 
 
 def render(found: list[Outcome]) -> str:

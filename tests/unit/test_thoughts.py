@@ -18,6 +18,7 @@ def token_bytes(token_id: int) -> bytes:
 
 
 def row_of(*ids: int) -> np.ndarray:
+    """Written out bit by bit."""
     return np.array([sum(1 << i for i in ids)], np.int32)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from halfbyte.config import ServerConfig
 from halfbyte.engine.output_processor import OutputProcessor
@@ -17,18 +15,10 @@ from halfbyte.entrypoints.answers.thought_tokens import ThoughtTokens
 from halfbyte.errors import UserError
 from halfbyte.types import EngineOutput, SamplingParams, Thinking
 from tests.unit.tool_parsers.recorded import Meaning
+from tests.unit.tool_parsers.token_marks import tokenizer_with
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 ANSWER = '<think>\nTwo calls.\n</think>\n\nSure <x>.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<x>"}}\n</tool_call>'
-
-
-def make_tokenizer(*added: str, special: tuple[str, ...] = ()) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([tokenizers.AddedToken(text, special=text in special) for text in added])
-    return Tokenizer(backend)
 
 
 def make_syntax(tokenizer: Tokenizer, **flags: Any) -> AnswerSyntax:
@@ -60,14 +50,14 @@ def read(syntax: AnswerSyntax, tokenizer: Tokenizer, text: str, params: Sampling
 def test_an_answer_means_the_same_however_its_marks_are_tokens(
     added: tuple[str, ...], special: tuple[str, ...], stop: list[str], skip: bool
 ) -> None:
-    tokenizer = make_tokenizer(*added, special=special)
+    tokenizer = tokenizer_with(*added, special=special)
     syntax = make_syntax(tokenizer)
     meaning = read(syntax, tokenizer, ANSWER, SamplingParams(stop=stop, skip_special_tokens=skip), special=not skip)
     assert (meaning.reasoning, meaning.content, meaning.calls) == ("Two calls.", "Sure <x>.", [["f", '{"a": "é<x>"}']])
 
 
 def test_a_mark_that_is_spelled_by_other_tokens_is_text() -> None:
-    tokenizer = make_tokenizer(*MARKS)
+    tokenizer = tokenizer_with(*MARKS, special=False)
     syntax = make_syntax(tokenizer, reasoning_parser=None)
     processor = OutputProcessor(tokenizer)
     processor.add("r", 0, [0], SamplingParams(), syntax.marks.by_token)
@@ -82,7 +72,7 @@ def test_a_mark_that_is_spelled_by_other_tokens_is_text() -> None:
 
 @pytest.mark.parametrize(("special", "shown"), [(False, "a b"), (True, "a </think>b")])
 def test_a_stray_mark_is_shown_as_control_tokens_are(special: bool, shown: str) -> None:
-    tokenizer = make_tokenizer(*MARKS, special=MARKS)
+    tokenizer = tokenizer_with(*MARKS, special=MARKS)
     syntax = make_syntax(tokenizer)
     assert read(syntax, tokenizer, "a </think>b", SamplingParams(), special=special).content == shown
 
@@ -90,7 +80,7 @@ def test_a_stray_mark_is_shown_as_control_tokens_are(special: bool, shown: str) 
 @pytest.mark.parametrize("stop", ["</tool_call>", "_call>", 'ol_call>\n{"name', '<tool_call>\n{"name": "f"'])
 def test_a_stop_string_sees_the_text_of_marks(stop: str) -> None:
     text = 'a <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    plain, tokens = make_tokenizer(), make_tokenizer(*MARKS)
+    plain, tokens = tokenizer_with(), tokenizer_with(*MARKS, special=False)
     for tokenizer in (plain, tokens):
         processor = OutputProcessor(tokenizer)
         marks = make_syntax(tokenizer).marks
@@ -108,7 +98,7 @@ def test_a_stop_string_sees_the_text_of_marks(stop: str) -> None:
 
 def test_held_marks_come_out_whole() -> None:
     """A stop string that begins inside a mark's text does not cut the mark in two."""
-    tokenizer = make_tokenizer(*MARKS)
+    tokenizer = tokenizer_with(*MARKS, special=False)
     marks = make_syntax(tokenizer).marks
     processor = OutputProcessor(tokenizer)
     processor.add("r", 0, [0], SamplingParams(stop=["call>!"]), marks.by_token)
@@ -152,12 +142,12 @@ def test_thought_tokens_are_counted_by_their_ids() -> None:
 )
 def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        make_syntax(make_tokenizer(), **flags)
+        make_syntax(tokenizer_with(), **flags)
 
 
 def test_marks_are_configurable() -> None:
     config = {"reasoning_start_str": "[[plan]]", "reasoning_end_str": "[[/plan]]"}
-    syntax = make_syntax(make_tokenizer(), reasoning_parser="think", reasoning_config=config)
+    syntax = make_syntax(tokenizer_with(), reasoning_parser="think", reasoning_config=config)
     parser = syntax.parser(None, syntax.thinking("[[plan]]", continues=False), "", special=False)
     assert parser is not None
     meaning = Meaning().add(parser.feed("a[[/plan]]b")).add(parser.finish())
@@ -165,7 +155,7 @@ def test_marks_are_configurable() -> None:
 
 
 def test_marks_are_one_character_each_and_spelled_out_again() -> None:
-    tokenizer = make_tokenizer(*MARKS, '<|"|>', special=MARKS)
+    tokenizer = tokenizer_with(*MARKS, '<|"|>', special=MARKS)
     marks = Marks(tokenizer)
     assert marks.mark("</s>") == "</s>" and len(marks.mark("<think>")) == 1 == len(marks.mark('<|"|>'))
     text = marks.mark("<think>") + "é" + marks.mark('<|"|>')

@@ -171,6 +171,9 @@ def test_wrong_structures_are_refused(fields: dict[str, Any], param: str) -> Non
         ({"backend": "xgrammar"}, "xgrammar"),
         ({"whitespace": 1}, "whitespace"),
         ({"enable_in_reasoning": 1}, "enable_in_reasoning"),
+        ({"whitespace_pattern": 5}, "whitespace_pattern"),
+        ({"whitespace_pattern": "x"}, "whitespace_pattern"),
+        ({"whitespace_pattern": "("}, "whitespace_pattern"),
     ],
 )
 def test_settings_that_mean_nothing_here_are_refused(given: dict[str, Any], complaint: str) -> None:

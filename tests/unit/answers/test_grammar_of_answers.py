@@ -16,9 +16,8 @@ from halfbyte.entrypoints.openai.constraints import loose_schema
 from halfbyte.entrypoints.tool_parsers import TOOL_PARSERS
 from halfbyte.entrypoints.tool_parsers.hermes import Hermes
 from halfbyte.entrypoints.tool_parsers.json_answers import JsonAnswer
-from tests.unit.answers.test_answer_parser import make_tokenizer
+from tests.unit.tool_parsers.token_marks import EOS, tokenizer_with
 
-EOS = "<eos>"
 MARKS = ("<tool_call>", "</tool_call>")
 
 
@@ -31,9 +30,9 @@ ONE = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
 TWO = f'{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 WRONG = ONE.replace('"f"', '"h"')
 TOKENIZERS = {
-    "texts": make_tokenizer(EOS, special=(EOS,)),
-    "tokens": make_tokenizer(EOS, *MARKS, special=(EOS,)),
-    "special tokens": make_tokenizer(EOS, *MARKS, special=(EOS, *MARKS)),
+    "texts": tokenizer_with(),
+    "tokens": tokenizer_with(*MARKS, special=False),
+    "special tokens": tokenizer_with(*MARKS),
 }
 
 
