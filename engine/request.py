@@ -32,7 +32,8 @@ class Request:
     token_ids, their values are unknown. num_computed_tokens: leading tokens whose KV is in its blocks, or will be when the
     steps in flight are done. num_cached_tokens: how many of those the prefix cache gave when it first ran. rank: its place in
     the order of service; smaller is served first and preempted last. prompt_logprobs: collected over the chunks of the prompt,
-    delivered with the first token. constraint: has followed the outputs in token_ids.
+    delivered with the first token. constraint: has followed the outputs in token_ids. awaited_unit: digest of the last unit of
+    its prefix that a running request computes for both.
     """
 
     source: EngineRequest
@@ -48,6 +49,7 @@ class Request:
     num_preemptions: int = 0
     scheduled_s: float | None = None
     was_reported: bool = False
+    awaited_unit: bytes | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

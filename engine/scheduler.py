@@ -1,8 +1,9 @@
 """Which tokens of which requests are computed in the next step, and what becomes of a step's tokens.
 
 There is no prefill or decode phase: a request has known tokens and computed tokens, and each step spends one token budget,
-on running requests first, then on waiting ones in the order of their rank. When blocks run out, the request that would be
-served last gives its blocks back and is recomputed later. Knows counts, token ids and the KV cache manager; knows no device,
+on running requests first, then on waiting ones in the order of their rank. A prefix that several requests have in common is
+computed by the first; the others wait for it. When blocks run out, the request that would be served last gives its blocks back
+and is recomputed later. Knows counts, token ids and the KV cache manager; knows no device,
 text or socket. Called by the engine core from one thread: `schedule`, then `update` with what the runner made of it.
 
 A step may be scheduled while the one before it is in flight, its result unknown. Each of that step's tokens is counted then,
@@ -39,6 +40,9 @@ from halfbyte.types import (
 
 log = logging.getLogger(__name__)
 
+# A prefix that another request is computing is waited for when it is at least so long: less costs less than a step's delay.
+WORTH_WAITING_TOKENS = 64
+
 
 @dataclass(slots=True)
 class _Step:
@@ -72,8 +76,16 @@ class _Share:
 class Scheduler:
     """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason."""
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: KVCacheManager,
+        *,
+        max_model_len: int,
+        worth_waiting_tokens: int = WORTH_WAITING_TOKENS,
+    ) -> None:
         self.config = config
+        self._worth_waiting_tokens = worth_waiting_tokens
         self.manager = manager
         self.max_model_len = max_model_len
         self.waiting = WaitingQueue()
@@ -259,11 +271,28 @@ class Scheduler:
                 self._grow(step, request)
 
     def _schedule_waiting(self, step: _Step) -> None:
-        """Admit in order of rank; the first that does not fit holds the others back, or it would never fit."""
-        while step.budget and self.waiting and len(self.running) < self.config.max_num_seqs:
+        """Admit in order of rank; the first that does not fit holds the others back, or it would never fit. Those whose prefix
+        is being computed wait for it, and let others pass."""
+        passed: list[Request] = []
+        while step.budget and self.waiting and len(self.running) + len(passed) < self.config.max_num_seqs:
             request = self.waiting.first()
-            if not (self.manager.may_fit(request) and self._admit(step, request)):
+            if not self.manager.may_fit(request):
                 break
+            if self._awaits_prefix(request):
+                self.waiting.remove(request)
+                passed.append(request)
+            elif not self._admit(step, request):
+                break
+        for request in passed:
+            self.waiting.push(request)
+
+    def _awaits_prefix(self, request: Request) -> bool:
+        """Whether a running request is computing enough of this one's prefix."""
+        if request.awaited_unit is None or not self.manager.is_awaitable(request.awaited_unit):
+            awaited = self.manager.awaited_prefix(request)
+            is_worth_it = awaited is not None and awaited[0] >= self._worth_waiting_tokens
+            request.awaited_unit = awaited[1] if awaited is not None and is_worth_it else None
+        return request.awaited_unit is not None
 
     def _schedule_alone(self, step: _Step, request: Request) -> None:
         """A step for one suspect; others give way when it needs their blocks."""

@@ -230,7 +230,8 @@ class LLM:
             sequence.cumulative_logprob = (sequence.cumulative_logprob or 0.0) + sum(e.logprob for e in delta.logprobs)
         if delta.prompt_logprobs is not None and output.prompt_logprobs is None:
             output.prompt_logprobs = [None, *(self._position(entry) for entry in delta.prompt_logprobs)]
-        output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.num_cached_tokens)
+        if delta.index == 0:  # its siblings may have reused this one's prefix
+            output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.num_cached_tokens)
         sequence.finish_reason = delta.finish_reason
         sequence.stop_reason = delta.stop_reason
         output.finished = all(s.finished() for s in output.outputs)

@@ -52,6 +52,7 @@ class _Holding:
     """What one request holds. tables: per group, one entry per block of the sequence, null where it slid out of the window.
 
     num_dropped: per group, leading entries that are null. num_published: leading units that need no publishing any more.
+    num_awaitable: those units that were known when it was admitted, and that others may wait for until they are published.
     reserve: blocks that its known tokens will still need, spoken for when it was admitted.
     """
 
@@ -59,6 +60,7 @@ class _Holding:
     tables: list[list[int]]
     num_dropped: list[int]
     num_published: int
+    num_awaitable: int
     known_tokens: int
     reserve: int = field(default=0)
 
@@ -86,6 +88,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
         self._max_batched = max_num_batched_tokens
         self._holdings: dict[str, _Holding] = {}
+        self._awaitable: Counter[bytes] = Counter()  # digests of units that requests compute and have not published
         self._reserved = 0
         self._reserve_returns = 0
         self._short: tuple[str, int] | None = None
@@ -127,6 +130,21 @@ class KVCacheManager:
             block_ids.append([NULL_BLOCK] * num_null + [block for block in hits if block is not None])
             assert len(block_ids[-1]) == kind.num_entries(length * self.block_size)
         return PrefixMatch(length * self.block_size, block_ids)
+
+    def awaited_prefix(self, user: CacheUser) -> tuple[int, bytes] | None:
+        """What running requests are computing of this one's prefix, beyond what is cached: (its length in tokens, the digest of
+        its last unit); None when nothing is. To be asked for a request that holds nothing; O(1) afterwards: `is_awaitable`."""
+        if not self._awaitable or user.skip_prefix_cache:
+            return None
+        hashes = user.block_hashes
+        first = self.match_prefix(user).num_tokens // self.block_size
+        last = (len(user.token_ids) - 1) // self.block_size
+        num_units = len(list(takewhile(self._awaitable.__contains__, islice(hashes, first, last))))
+        return (num_units * self.block_size, hashes[first + num_units - 1]) if num_units else None
+
+    def is_awaitable(self, unit: bytes) -> bool:
+        """Whether a running request is still to publish the unit with this digest."""
+        return unit in self._awaitable
 
     def may_fit(self, user: CacheUser) -> bool:
         """False while another attempt to admit this request is pointless: fewer blocks became free or cached since it fell
@@ -172,7 +190,7 @@ class KVCacheManager:
                 for entry, key in self._entries(group, unit, user.block_hashes[unit]):
                     if table[entry] != NULL_BLOCK:
                         self.pool.publish(table[entry], key)
-            holding.num_published = unit + 1
+            self._await_no_more(holding, unit + 1)
 
     def free(self, user: CacheUser) -> None:
         """Take everything from the request; what is published stays matchable until its blocks are needed."""
@@ -181,6 +199,7 @@ class KVCacheManager:
             self._short = None
         if holding is None:
             return
+        self._await_no_more(holding, holding.num_awaitable)
         self._return_reserve(holding)
         held = takewhile(lambda unit: any(self._span(g, unit)[0] < len(t) for g, t in enumerate(holding.tables)), count())
         for unit in reversed(list(held)):  # the tail first, of all groups alike
@@ -221,6 +240,8 @@ class KVCacheManager:
         for block in writable:
             assert owners[block] == 1 and self.pool.key_of(block) is None, "a writable block has one owner and no key"
         assert self._reserved == sum(h.reserve for h in self._holdings.values()) and self._reserved >= 0
+        awaitable = [unit for h in self._holdings.values() for unit in h.user.block_hashes[h.num_published : h.num_awaitable]]
+        assert self._awaitable == Counter(awaitable), "others wait for what is being computed, and for nothing else"
 
     def _admit(self, user: CacheUser, num_new_tokens: int, match: PrefixMatch) -> list[list[int]] | None:
         known_tokens = len(user.token_ids)
@@ -239,11 +260,21 @@ class KVCacheManager:
         blocks = iter(self.pool.allocate(sum(grow)))
         tables = [table + list(islice(blocks, count)) for table, count in zip(match.block_ids, grow, strict=True)]
         num_published = match.num_tokens // self.block_size
-        holding = _Holding(user, tables, num_dropped, num_published, known_tokens, reserve=needs)
+        num_awaitable = 0 if user.skip_prefix_cache else len(user.block_hashes)  # it may compute what is cached
+        holding = _Holding(user, tables, num_dropped, num_published, num_awaitable, known_tokens, reserve=needs)
         self._holdings[user.request_id] = holding
+        self._awaitable.update(user.block_hashes[num_published:num_awaitable])
         self._reserved += needs
         self._use_reserve(holding, free_before - self.pool.num_free, end_tokens)
         return [list(table) for table in tables]
+
+    def _await_no_more(self, holding: _Holding, num_units: int) -> None:
+        """Nobody needs to wait for these leading units of the request any more."""
+        for unit in holding.user.block_hashes[holding.num_published : min(num_units, holding.num_awaitable)]:
+            self._awaitable[unit] -= 1
+            if not self._awaitable[unit]:
+                del self._awaitable[unit]
+        holding.num_published = max(holding.num_published, num_units)
 
     def _blocks_from(self, num_dropped: list[int], num_tokens: int) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once, whose first blocks need not be held in some groups."""

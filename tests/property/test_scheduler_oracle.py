@@ -7,8 +7,11 @@ is there. The runner (tests/conftest.py) verifies at every step that all KV that
 
 from __future__ import annotations
 
+import math
+import os.path
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from hypothesis import given, settings
@@ -41,6 +44,7 @@ class Oracle:
 
     config: SchedulerConfig
     max_len: int
+    worth_waiting: int
     rank: dict[str, tuple[float, ...]] = field(default_factory=dict)
     limit: dict[str, int] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
@@ -48,6 +52,7 @@ class Oracle:
     promised: dict[str, int] = field(default_factory=dict)  # tokens known when it was admitted
     waiting: set[str] = field(default_factory=set)
     prompt_budget: int = 0  # what the last step left of it
+    launched: dict[str, int] = field(default_factory=dict)  # what the last step computes
     is_short: bool = False  # whether it could not grow a request, or only at the cost of another
 
     def add(self, source: EngineRequest) -> None:
@@ -67,8 +72,8 @@ class Oracle:
         self.computed.pop(request_id, None)
         del self.known[request_id]
 
-    def check_step(self, step: SchedulerOutput, is_ahead: bool) -> None:
-        """is_ahead: the result of the step before is not there yet."""
+    def check_step(self, step: SchedulerOutput, is_ahead: bool, patient: set[str]) -> None:
+        """is_ahead: the result of the step before is not there yet. patient: who may wait for what others compute."""
         counts, config = step.num_scheduled_tokens, self.config
         victims = step.preempted_request_ids
         decodes = any(self.open(request_id) == 1 for request_id in self.computed)
@@ -91,7 +96,8 @@ class Oracle:
         idle = self.computed.keys() - counts.keys()
         is_full = sum(counts.values()) == config.max_num_batched_tokens
         for row in step.new_rows:
-            assert self.rank[row.request_id] == min(self.rank[w] for w in self.waiting), "nobody is overtaken"
+            others = self.waiting - patient
+            assert self.rank[row.request_id] <= min((self.rank[w] for w in others), default=(math.inf,)), "nobody is overtaken"
             assert len(row.token_ids) == self.known[row.request_id]
             self.waiting.remove(row.request_id)
             self.computed[row.request_id] = row.num_computed_tokens
@@ -119,7 +125,20 @@ class Oracle:
         self.is_short = bool(victims) or bool(left and not is_full)
         assert not left or (not step.new_rows and (is_full or ending)), "running first"
 
-    def check_admission(self, step: SchedulerOutput, scheduler: Scheduler) -> None:
+    def patient(self, scheduler: Scheduler, step: SchedulerOutput, is_ahead: bool) -> set[str]:
+        """Requests with a prefix in common with one that runs, long enough, which that one had not computed before this step
+        (or as far as is known: without the step whose result is not there yet)."""
+        size, found = scheduler.manager.block_size, set()
+        done = self.computed | {row.request_id: row.num_computed_tokens for row in step.new_rows}
+        for request, other in product(scheduler.waiting, scheduler.running):
+            common = len(os.path.commonprefix([request.token_ids[:-1], other.token_ids])) // size * size
+            known = done[other.request_id] - (self.launched.get(other.request_id, 0) if is_ahead else 0)
+            is_worth_it = common >= self.worth_waiting and known < common
+            if request.cache_salt == other.cache_salt and is_worth_it and not request.skip_prefix_cache:
+                found.add(request.request_id)
+        return found
+
+    def check_admission(self, step: SchedulerOutput, scheduler: Scheduler, patient: set[str]) -> None:
         """Full attention only, where the arithmetic is short: who was admitted fits as a whole, who was left does not."""
         manager, counts = scheduler.manager, step.num_scheduled_tokens
         blocks = len(manager.layout.groups)
@@ -133,6 +152,8 @@ class Oracle:
         budget = self.config.max_num_batched_tokens - sum(counts.values())
         if budget and self.waiting and len(self.computed) < self.config.max_num_seqs and not self.is_short:
             head = scheduler.waiting.first()
+            if head.request_id in patient:
+                return
             match = manager.match_prefix(head)
             shared = sum(manager.pool.num_references(block) > 0 for table in match.block_ids for block in table)
             needed = -(-self.known[head.request_id] // size) * blocks - shared
@@ -141,6 +162,7 @@ class Oracle:
             assert too_big or needed + owed > manager.num_free_blocks, "nobody waits without a reason"
 
     def launch(self, step: SchedulerOutput) -> None:
+        self.launched = dict(step.num_scheduled_tokens)
         for request_id, count in step.num_scheduled_tokens.items():
             self.computed[request_id] += count
             self.known[request_id] += self.computed[request_id] == self.known[request_id]
@@ -219,9 +241,10 @@ class WatchedRunner:
 
     def execute(self, step: SchedulerOutput) -> None:
         manager = self.scheduler.manager
-        self.oracle.check_step(step, self.num_pending > 0)
+        patient = self.oracle.patient(self.scheduler, step, self.num_pending > 0)
+        self.oracle.check_step(step, self.num_pending > 0, patient)
         if all(group.sliding_window is None for group in manager.layout.groups):
-            self.oracle.check_admission(step, self.scheduler)
+            self.oracle.check_admission(step, self.scheduler, patient)
         manager.check()
         self.inner.execute(step)
         self.oracle.launch(step)
@@ -248,15 +271,15 @@ class Late:
 
 
 @settings(max_examples=600, deadline=None)
-@given(scenario=scenarios(), is_async=st.booleans())
-def test_scheduler_against_oracle(scenario: tuple[Any, ...], is_async: bool, fake_runner: Any) -> None:
+@given(scenario=scenarios(), is_async=st.booleans(), worth_waiting=st.sampled_from([1, 3, 64]))
+def test_scheduler_against_oracle(scenario: tuple[Any, ...], is_async: bool, worth_waiting: int, fake_runner: Any) -> None:
     config, manager, max_model_len, plans = scenario
-    scheduler = Scheduler(config, manager, max_model_len=max_model_len)
+    scheduler = Scheduler(config, manager, max_model_len=max_model_len, worth_waiting_tokens=worth_waiting)
     model = fake_runner(manager.layout, manager.pool, config.max_num_seqs, VOCAB)
     max_len = min(max_model_len, manager.max_request_tokens + 1)
     if not config.enable_chunked_prefill:
         max_len = min(max_len, config.max_num_batched_tokens + 1)
-    oracle = Oracle(config, max_len)
+    oracle = Oracle(config, max_len, worth_waiting)
     runner = WatchedRunner(model, scheduler, oracle)
     core = EngineCore(scheduler, runner, async_scheduling=is_async)
     heard: dict[str, list[EngineOutput]] = {plan.source.request_id: [] for plan in plans}
