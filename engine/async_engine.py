@@ -23,7 +23,7 @@ from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.stats_log import StatsLog
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.errors import EngineDeadError, OverloadedError, UserError
-from halfbyte.types import EngineInfo, SamplingParams, StepOutput, Thinking
+from halfbyte.types import EngineInfo, EngineRequest, SamplingParams, StepOutput, Thinking
 
 LONG_TEXT_CHARS = 20_000
 GRAMMAR_LIMIT_S = 5.0
@@ -114,17 +114,18 @@ class AsyncEngine:
         requests = self._maker.make(
             prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar, thinking=thinking
         )
-        self._admit(params.n, len(prompt_token_ids))
-        metrics = self.metrics.request_added(
-            len(prompt_token_ids), requests[0].arrival_s, num_sequences=params.n, max_tokens=requests[0].max_tokens
-        )
-        generation = Generation([r.request_id for r in requests], metrics, self._abandon)
-        for index, request in enumerate(requests):
-            self._processor.add(request.request_id, index, prompt_token_ids, params, marks=marks)
-            self._generation_of[request.request_id] = generation
-        self._generations[generation] = None
-        self._client.add(requests)
-        return generation
+        self.admit(params.n, len(prompt_token_ids))
+        return self._start(requests, params, marks)
+
+    def read(
+        self, prompt_token_ids: list[int], token_ids: list[int], *, priority: int = 0, cache_salt: str | None = None
+    ) -> Generation:
+        """Start to read the log probabilities of `token_ids` behind the prompt, which may fill the whole context: one delta, with
+        them as the alternatives of the most likely token. Errors as `generate`; whoever makes many reads for one call admits
+        them together."""
+        self._require_alive()
+        request = self._maker.make_read(prompt_token_ids, token_ids, priority=priority, cache_salt=cache_salt)
+        return self._start([request], request.sampling, None)
 
     async def close(self) -> None:
         """Stop the engine. Open generations end with EngineDeadError."""
@@ -145,8 +146,23 @@ class AsyncEngine:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
 
-    def _admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Bound the queue: sequences (n counts as n) and prompt tokens that are open beyond what can run."""
+    def _start(self, requests: list[EngineRequest], params: SamplingParams, marks: Mapping[int, str] | None) -> Generation:
+        """Hand over the sequences of one prompt."""
+        first = requests[0]
+        metrics = self.metrics.request_added(
+            len(first.prompt_token_ids), first.arrival_s, num_sequences=len(requests), max_tokens=max(1, first.max_tokens)
+        )
+        generation = Generation([r.request_id for r in requests], metrics, self._abandon)
+        for index, request in enumerate(requests):
+            self._processor.add(request.request_id, index, first.prompt_token_ids, params, marks=marks)
+            self._generation_of[request.request_id] = generation
+        self._generations[generation] = None
+        self._client.add(requests)
+        return generation
+
+    def admit(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Bound the queue: sequences (n counts as n) and prompt tokens that are open beyond what can run. OverloadedError when it
+        is full."""
         limit = self.info.max_num_queued_reqs
         would_wait = len(self._generation_of) + num_sequences - self.info.max_num_seqs
         if limit is not None and would_wait > limit:

@@ -247,6 +247,8 @@ def _info(
         max_model_len=capacity.max_model_len,
         eos_token_ids=list(decoder.eos_token_ids),
         max_logprobs=config.scheduler.max_logprobs,
+        logprobs_mode=config.scheduler.logprobs_mode,
+        batch_invariant=runner.is_batch_invariant,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,

@@ -51,22 +51,22 @@ class Limits:
         if not token_ids:
             raise UserError("the prompt is empty; at least one token is needed", param=param)
         self._check_length(len(token_ids))
-        self._check_ids(token_ids, param)
+        self.check_ids(token_ids, param)
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse parameters that this model cannot serve. What depends on the prompt is `effective_max_tokens`' matter."""
         if params.n > self.MAX_N:
             raise UserError(f"n={params.n} is too large, at most {self.MAX_N} sequences are possible", param="n")
-        self._check_ids(params.stop_token_ids or (), "stop_token_ids")
-        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
-        self._check_ids(params.logit_bias or (), "logit_bias")
+        self.check_ids(params.stop_token_ids or (), "stop_token_ids")
+        self.check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self.check_ids(params.logit_bias or (), "logit_bias")
         ids = params.logprob_token_ids or ()
         if len(ids) > self.MAX_LOGPROB_TOKEN_IDS:
             raise UserError(
                 f"logprob_token_ids has {len(ids)} ids, at most {self.MAX_LOGPROB_TOKEN_IDS} are possible",
                 param="logprob_token_ids",
             )
-        self._check_ids(ids, "logprob_token_ids")
+        self.check_ids(ids, "logprob_token_ids")
         self._check_logprobs("logprobs", params.logprobs)
         self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         for text in params.stop_strings:
@@ -140,7 +140,7 @@ class Limits:
                 token_ids = tokenizer.encode(form, add_special_tokens=False)
                 if not token_ids:
                     raise UserError(f"bad_words: {word[:40]!r} has no tokens in this model's vocabulary", param="bad_words")
-                self._check_ids(token_ids, "bad_words")
+                self.check_ids(token_ids, "bad_words")
                 sequences[tuple(token_ids)] = None
         num_tokens = sum(len(sequence) for sequence in sequences)
         if len(sequences) > self.MAX_BAD_WORDS or num_tokens > self.MAX_BAD_WORDS_TOKENS:
@@ -161,7 +161,8 @@ class Limits:
                 param="input_tokens",
             )
 
-    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
+    def check_ids(self, token_ids: Collection[int], param: str) -> None:
+        """Refuse ids that the model does not know."""
         if set(map(type, token_ids)) <= {int} and (not token_ids or 0 <= min(token_ids) <= max(token_ids) < self.vocab_size):
             return  # the common case, without a loop in Python
         for index, token_id in enumerate(token_ids):

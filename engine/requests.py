@@ -51,12 +51,8 @@ class RequestMaker:
         thoughts look, where it has any. Sequence i has the seed `params.seed + i`, so that n = 4 with a seed equals four requests
         with seeds of their own.
         """
-        if priority and self._info.scheduling_policy != "priority":
-            raise UserError(f"priority={priority} needs an engine with --scheduling-policy priority", param="priority")
-        self.limits.check_prompt(prompt_token_ids)
+        self._check_common(prompt_token_ids, priority, cache_salt)
         self.limits.check_sampling(params)
-        if cache_salt is not None:
-            self.limits.check_cache_salt(cache_salt)
         max_tokens = self.limits.effective_max_tokens(params.max_tokens, len(prompt_token_ids))
         if params.min_tokens > max_tokens:
             raise UserError(f"min_tokens={params.min_tokens} is larger than the {max_tokens} tokens that fit", param="min_tokens")
@@ -81,11 +77,38 @@ class RequestMaker:
             for index in range(params.n)
         ]
 
+    def make_read(
+        self, prompt_token_ids: list[int], token_ids: list[int], *, priority: int = 0, cache_salt: str | None = None
+    ) -> EngineRequest:
+        """A request for the log probabilities of `token_ids` behind the prompt, which may fill the whole context."""
+        self._check_common(prompt_token_ids, priority, cache_salt)
+        self.limits.check_ids(token_ids, "token_ids")
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=1, seed=0, ignore_eos=True, detokenize=False, logprobs=0, logprob_token_ids=token_ids
+        )
+        return EngineRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            eos_token_ids=self._info.eos_token_ids,
+            arrival_s=time.monotonic(),
+            max_tokens=0,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
     def compile_grammar(self, make: Callable[[], str], param: str) -> str:
         """The Lark that `make` returns, if it is a grammar that engines take; UserError names `param`. May take a second."""
         grammar = make()
         self._compiler.check(grammar, param)
         return grammar
+
+    def _check_common(self, prompt_token_ids: list[int], priority: int, cache_salt: str | None) -> None:
+        if priority and self._info.scheduling_policy != "priority":
+            raise UserError(f"priority={priority} needs an engine with --scheduling-policy priority", param="priority")
+        self.limits.check_prompt(prompt_token_ids)
+        if cache_salt is not None:
+            self.limits.check_cache_salt(cache_salt)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

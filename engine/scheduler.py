@@ -97,10 +97,9 @@ class Scheduler:
         self._preempted_ids: list[str] = []
         self._num_added = 0
         self._stats = SchedulerStats()
-        # The last token of a request is delivered, never computed: hence one more than what fits.
-        self._max_len = min(max_model_len, manager.max_request_tokens + 1)
+        self._max_computed = manager.max_request_tokens
         if not config.enable_chunked_prefill:
-            self._max_len = min(self._max_len, config.max_num_batched_tokens + 1)
+            self._max_computed = min(self._max_computed, config.max_num_batched_tokens)
 
     def add(self, source: EngineRequest, constraint: RequestConstraint | None = None) -> EngineOutput | None:
         """Queue a request; one that could never run is refused at once: then its only output is returned.
@@ -108,7 +107,8 @@ class Scheduler:
         constraint: what its tokens must keep to, made of `source.constraint`.
         """
         assert source.request_id not in self._requests, "request ids are unique"
-        if error := self._refuse(len(source.prompt_token_ids)):
+        max_len = self._max_len(source)
+        if error := self._refuse(source, max_len):
             return _failed(source.request_id, error)
         self._num_added += 1
         by_priority = self.config.policy == "priority"
@@ -116,7 +116,7 @@ class Scheduler:
             source=source,
             rank=(source.priority, source.arrival_s, self._num_added) if by_priority else (0, 0.0, self._num_added),
             token_ids=list(source.prompt_token_ids),
-            max_len=min(len(source.prompt_token_ids) + source.max_tokens, self._max_len),
+            max_len=min(len(source.prompt_token_ids) + max(1, source.max_tokens), max_len),
             stop_token_ids=source.stop_token_ids,
             constraint=constraint,
         )
@@ -234,15 +234,22 @@ class Scheduler:
     def _live(self, request_ids: Iterable[str]) -> list[Request]:
         return [self._requests[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._requests]
 
-    def _refuse(self, num_prompt_tokens: int) -> str | None:
-        """Why a prompt of this length can never run, with the numbers; None when it can."""
+    def _max_len(self, source: EngineRequest) -> int:
+        """How many tokens the request may come to. Its last is delivered, never computed: hence one more than can be computed;
+        what a read says takes no place in the context."""
+        return min(self.max_model_len + source.is_read, self._max_computed + 1)
+
+    def _refuse(self, source: EngineRequest, max_len: int) -> str | None:
+        """Why its prompt can never run, with the numbers; None when it can."""
+        num_prompt_tokens = len(source.prompt_token_ids)
         if num_prompt_tokens < 1:
             return "the prompt is empty; at least one token is needed"
-        if num_prompt_tokens < self._max_len:
+        if num_prompt_tokens < max_len:
             return None
-        if num_prompt_tokens >= self.max_model_len:
+        if num_prompt_tokens >= self.max_model_len + source.is_read:
+            needs = "it" if source.is_read else "at least one output token"
             return (
-                f"the prompt has {num_prompt_tokens} tokens, and at least one output token must fit into"
+                f"the prompt has {num_prompt_tokens} tokens, and {needs} must fit into"
                 f" max_model_len={self.max_model_len}; shorten the prompt"
             )
         if not self.manager.can_ever_fit(num_prompt_tokens):

@@ -230,7 +230,11 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 
 
 class EngineRequest(msgspec.Struct, omit_defaults=True):
-    """One generation on its way to the engine. `sampling.n` is 1 and `sampling.seed` is set: n > 1 became n requests."""
+    """One generation on its way to the engine. `sampling.n` is 1 and `sampling.seed` is set: n > 1 became n requests.
+
+    max_tokens: 0 for a read, which asks what comes next and nothing more: one token is reported, with its log probabilities, and
+    takes no place in the context.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -242,6 +246,10 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
     constraint: Constraint | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self.max_tokens == 0
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -399,6 +407,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """What the engine process tells the API process when it is ready: the model's facts and the exact capacity.
 
     vocab_size is the width of the logits: token ids of requests are checked against it, never against the tokenizer.
+    batch_invariant: a request's bits depend on nothing beside it. logprobs_mode: one of `LOGPROBS_MODES`.
     phases: (name, seconds) of the start-up, in order.
     """
 
@@ -410,6 +419,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_model_len: int
     eos_token_ids: list[int]
     max_logprobs: int
+    logprobs_mode: str = "raw_logprobs"
+    batch_invariant: bool = False
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int

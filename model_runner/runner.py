@@ -138,6 +138,11 @@ class ModelRunner:
         self.allocate_cache(num_blocks, num_tokens)
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a request's numbers depend on nothing beside it, to the bit: the compiled CPU kernels see to that."""
+        return isinstance(self.model, CpuModel)
+
+    @property
     def cache_bytes(self) -> int:
         """Of the cache that is allocated."""
         return self._tensors.num_bytes

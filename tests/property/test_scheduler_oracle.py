@@ -43,7 +43,8 @@ class Oracle:
     """Recomputes what a step may do from the outputs alone. known: tokens in flight are as good as known."""
 
     config: SchedulerConfig
-    max_len: int
+    max_model_len: int
+    max_computed: int
     worth_waiting: int
     rank: dict[str, tuple[float, ...]] = field(default_factory=dict)
     limit: dict[str, int] = field(default_factory=dict)
@@ -55,11 +56,15 @@ class Oracle:
     launched: dict[str, int] = field(default_factory=dict)  # what the last step computes
     is_short: bool = False  # whether it could not grow a request, or only at the cost of another
 
+    def max_len(self, source: EngineRequest) -> int:
+        """How many tokens it may come to; what a read says takes no place."""
+        return min(self.max_model_len + source.is_read, self.max_computed + 1)
+
     def add(self, source: EngineRequest) -> None:
         by_priority = self.config.policy == "priority"
         self.rank[source.request_id] = (*((source.priority, source.arrival_s) if by_priority else ()), len(self.rank))
         self.known[source.request_id] = len(source.prompt_token_ids)
-        self.limit[source.request_id] = min(len(source.prompt_token_ids) + source.max_tokens, self.max_len)
+        self.limit[source.request_id] = min(len(source.prompt_token_ids) + max(1, source.max_tokens), self.max_len(source))
         self.waiting.add(source.request_id)
 
     def open(self, request_id: str) -> int:
@@ -170,7 +175,8 @@ class Oracle:
     def story(self, source: EngineRequest, model: Any) -> tuple[list[int], str, int | None]:
         """All tokens of an undisturbed request, why it ends, and its stop token."""
         sampling, prompt = source.sampling, source.prompt_token_ids
-        tokens = model.expected_tokens(prompt, source.cache_salt, min(source.max_tokens, self.max_len - len(prompt)))
+        count = min(max(1, source.max_tokens), self.max_len(source) - len(prompt))
+        tokens = model.expected_tokens(prompt, source.cache_salt, count)
         eos = () if sampling.ignore_eos else source.eos_token_ids
         for count, token in enumerate(tokens, 1):
             if count >= sampling.min_tokens and (token in eos or token in (sampling.stop_token_ids or ())):
@@ -179,13 +185,13 @@ class Oracle:
 
 
 def sources(draw: st.DrawFn, index: int) -> EngineRequest:
-    max_tokens = draw(st.integers(1, 24))
+    max_tokens = draw(st.integers(0, 24))
     return EngineRequest(
         request_id=f"r{index}",
         prompt_token_ids=[1] * draw(st.integers(0, 10)) + draw(st.lists(st.integers(0, 2), min_size=1, max_size=8)),
         sampling=SamplingParams(
             min_tokens=draw(st.integers(0, max_tokens)),
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),
             stop_token_ids=draw(st.sampled_from([[], [], [], [5], [3]])),
             ignore_eos=draw(st.booleans()),
             prompt_logprobs=draw(st.sampled_from([None, None, 0])),
@@ -276,10 +282,10 @@ def test_scheduler_against_oracle(scenario: tuple[Any, ...], is_async: bool, wor
     config, manager, max_model_len, plans = scenario
     scheduler = Scheduler(config, manager, max_model_len=max_model_len, worth_waiting_tokens=worth_waiting)
     model = fake_runner(manager.layout, manager.pool, config.max_num_seqs, VOCAB)
-    max_len = min(max_model_len, manager.max_request_tokens + 1)
+    max_computed = manager.max_request_tokens
     if not config.enable_chunked_prefill:
-        max_len = min(max_len, config.max_num_batched_tokens + 1)
-    oracle = Oracle(config, max_len, worth_waiting)
+        max_computed = min(max_computed, config.max_num_batched_tokens)
+    oracle = Oracle(config, max_model_len, max_computed, worth_waiting)
     runner = WatchedRunner(model, scheduler, oracle)
     core = EngineCore(scheduler, runner, async_scheduling=is_async)
     heard: dict[str, list[EngineOutput]] = {plan.source.request_id: [] for plan in plans}
@@ -290,7 +296,7 @@ def test_scheduler_against_oracle(scenario: tuple[Any, ...], is_async: bool, wor
             source = todo.pop(0).source
             model.salts[source.request_id] = source.cache_salt
             core.add([source])
-            if len(source.prompt_token_ids) < max_len:
+            if len(source.prompt_token_ids) < oracle.max_len(source):
                 oracle.add(source)
         model.bad = {plan.source.request_id for plan in plans if plan.bad is not None and plan.bad <= step_number}
         aborted = [plan.source.request_id for plan in plans if plan.abort == step_number]
@@ -337,7 +343,7 @@ def check_outputs(plan: Plan, outputs: list[EngineOutput], oracle: Oracle, runne
         assert tokens == story[: len(tokens)]
     elif last.finish_reason == "error":
         assert last.error and last.new_token_ids == []
-        assert plan.bad is not None or len(source.prompt_token_ids) >= oracle.max_len
+        assert plan.bad is not None or len(source.prompt_token_ids) >= oracle.max_len(source)
         assert tokens == story[: len(tokens)]
     else:
         assert (tokens, last.finish_reason, last.stop_token_id) == (story, reason, stop_token_id)

@@ -549,3 +549,36 @@ def test_nobody_waits_for_what_is_short_or_cannot_be_used(
     one.add("a", **first)
     one.add("b", **second)
     assert list(one.step().num_scheduled_tokens) == ["a", "b"]
+
+
+def test_f07_a_read_may_fill_the_context(engine: Callable[..., Engine]) -> None:
+    one = engine(max_model_len=32)
+    assert one.add("full", 32, max_tokens=0, sampling={"max_tokens": 1}) is None
+    refusal = one.add("too long", 33, max_tokens=0, sampling={"max_tokens": 1})
+    assert (
+        refusal is not None
+        and refusal.error == "the prompt has 33 tokens, and it must fit into max_model_len=32; shorten the prompt"
+    )
+    generation = one.add("no place", 32, max_tokens=1)
+    assert generation is not None and "at least one output token must fit" in str(generation.error)
+    one.run()
+    assert len(one.tokens("full")) == 1 and one.last("full").finish_reason == "length"
+
+
+def test_a_read_must_fit_into_the_cache_as_any_prompt(engine: Callable[..., Engine]) -> None:
+    one = engine(num_blocks=9)  # 32 tokens
+    assert one.add("fits", 32, max_tokens=0, sampling={"max_tokens": 1}) is None
+    refusal = one.add("does not", 33, max_tokens=0, sampling={"max_tokens": 1})
+    assert refusal is not None and "KV blocks" in str(refusal.error)
+    one.run()
+    assert len(one.tokens("fits")) == 1
+
+
+def test_f07_a_read_without_numbers_fails_alone(engine: Callable[..., Engine]) -> None:
+    one = engine(max_model_len=32)
+    one.runner.bad = {"bad"}
+    for name in ("bad", "good"):
+        one.add(name, 32, max_tokens=0, sampling={"max_tokens": 1})
+    one.run()
+    assert one.last("bad").finish_reason == "error" and "non-finite" in str(one.last("bad").error)
+    assert len(one.tokens("good")) == 1
