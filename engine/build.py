@@ -22,7 +22,7 @@ from halfbyte.engine.grammar.preparation import Preparation
 from halfbyte.engine.kv_calibration import check, needs_calibration, prepare_parts
 from halfbyte.engine.kv_layout import backend_refusals, choose_backend, kv_layout, model_facts, rule_origin
 from halfbyte.engine.kv_plan import read_plan
-from halfbyte.engine.scheduler import Scheduler
+from halfbyte.engine.scheduler import WORTH_WAITING_TOKENS, Scheduler
 from halfbyte.errors import CapacityError, Refusal
 from halfbyte.kernels.attention import BACKENDS, presence
 from halfbyte.kernels.attention.selection import AUTO, model_rule
@@ -109,7 +109,8 @@ def build_engine(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         content=parts.digest,
     )
-    scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len)
+    worth_waiting = 1 if platform.device == "cpu" else WORTH_WAITING_TOKENS
+    scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len, worth_waiting_tokens=worth_waiting)
     preparation = Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
     core = EngineCore(scheduler, runner, preparation, async_scheduling=config.scheduler.async_scheduling)
     return core, _info(config, decoder, capacity, runner, phases.done)

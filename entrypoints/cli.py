@@ -22,6 +22,7 @@ from halfbyte.log import LEVELS, one_line, setup_logging
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("halfbyte.entrypoints.commands.serve", "serve a model over HTTP, OpenAI-compatible"),
     "generate": ("halfbyte.entrypoints.commands.generate", "complete one prompt and print the text"),
+    "run-batch": ("halfbyte.entrypoints.commands.run_batch", "answer the requests of a file, OpenAI's batch format"),
     "chat": ("halfbyte.entrypoints.commands.chat", "talk to a running server"),
     "fetch": ("halfbyte.entrypoints.commands.fetch", "download a model of the catalogue and print its path"),
     "preload": ("halfbyte.entrypoints.commands.preload", "make ahead what a start would make, and measure kernels on a GPU"),

@@ -141,6 +141,12 @@ def _check_structured_outputs_config(given: Mapping[str, Any]) -> None:
     StructureSettings.from_config(given)
 
 
+def _check_decisions_config(given: Mapping[str, Any]) -> None:
+    from halfbyte.entrypoints.decisions.settings import DecisionSettings
+
+    DecisionSettings.from_config(given)
+
+
 def _check_template_variables(given: Mapping[str, Any]) -> None:
     from halfbyte.entrypoints.chat_template import RESERVED_VARIABLES
 
@@ -329,6 +335,13 @@ SERVER_FLAGS: tuple[Flag, ...] = (
         " enable_in_reasoning",
         kind="json",
         check=_check_structured_outputs_config,
+    ),
+    _prompt(
+        "decisions-config",
+        'how structured decisions are read: reader (auto, next_token, lfm2), temperatures (a file, "none"; default: the file'
+        " decision_temperatures.json beside the model)",
+        kind="json",
+        check=_check_decisions_config,
     ),
     _prompt("generation-config", "where sampling defaults come from: auto (the model), vllm (neutral) or a folder"),
     _prompt("override-generation-config", "changes to the sampling defaults", kind="json", check=_check_sampling_overrides),

@@ -1,7 +1,8 @@
 """`halfbyte serve` from the first line to the last: bind, load, serve, stop.
 
 Binds the port before anything is loaded, so that a taken port fails at once; then the engine process loads the model.
-Prints each phase with its time and, when ready, what to type next. Called by the serve command only.
+Prints each phase with its time and, when ready, what to type next. `start_engine` and `make_engine` are the part without a
+socket. Called by the serve and run-batch commands.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from halfbyte.engine.async_engine import AsyncEngine
 from halfbyte.engine.client import EngineClient, ProcessClient
 from halfbyte.engine.front import Front, load_front
 from halfbyte.entrypoints.answers.parser import AnswerSyntax
+from halfbyte.entrypoints.decisions.settings import DecisionSettings
+from halfbyte.entrypoints.decisions.temperatures import Temperatures, find_temperatures
 from halfbyte.entrypoints.server import build_app, run_server
 from halfbyte.errors import UserError
 from halfbyte.log import adopt_logger, note, phase
@@ -35,12 +38,23 @@ def serve(options: EngineOptions, server: ServerConfig) -> int:
     """Serve until a signal or the engine's death. Returns the exit code: 0 after a clean stop, 1 when the engine died."""
     started_s = time.monotonic()
     adopt_logger("uvicorn")
-    signal.signal(signal.SIGTERM, _interrupt)  # until the server listens, SIGTERM is what Ctrl-C is
+    interrupt_on_sigterm()  # until the server listens
     listener = bind(server.host, server.port)
     phase("bind", time.monotonic() - started_s)
+    client, front, server = start_engine(options, server)
+    with listener:
+        return uvloop.run(_serve(client, front, options.seed, server, listener, started_s))
+
+
+def start_engine(options: EngineOptions, server: ServerConfig) -> tuple[ProcessClient, Front, ServerConfig]:
+    """Load the tokenizer and start the engine's process. Prints each phase and what the engine reports.
+
+    The ServerConfig comes back with the names that requests may use. The caller closes the client.
+    """
     front_s = time.monotonic()
     front = load_front(options, server.generation_config)
-    AnswerSyntax(server, front.tokenizer)  # parsers that do not fit the model are refused before it is loaded
+    AnswerSyntax(server, front.tokenizer)  # what does not fit the model is refused before it is loaded
+    model_temperatures(front, server)
     phase("load tokenizer", time.monotonic() - front_s)
     engine_s = time.monotonic()
     client = ProcessClient.start(replace(options, model=str(front.files.path)), phase)
@@ -49,15 +63,12 @@ def serve(options: EngineOptions, server: ServerConfig) -> int:
     client.info = msgspec.structs.replace(client.info, model=options.model)  # as the operator calls it, not where it lies
     for line in client.info.report:
         note(line)
-    server = replace(server, served_model_names=server.served_model_names or (options.model,))
-    with listener:
-        return uvloop.run(_serve(client, front, options.seed, server, listener, started_s))
+    return client, front, replace(server, served_model_names=server.served_model_names or (options.model,))
 
 
-async def _serve(
-    client: EngineClient, front: Front, seed: int | None, server: ServerConfig, listener: socket.socket, started_s: float
-) -> int:
-    engine = AsyncEngine(
+def make_engine(client: EngineClient, front: Front, seed: int | None, server: ServerConfig) -> AsyncEngine:
+    """The engine as `build_app` wants it. Call it inside the loop that will serve; its `close` stops the process, too."""
+    return AsyncEngine(
         client,
         front.tokenizer,
         default_sampling=front.default_sampling,
@@ -65,8 +76,19 @@ async def _serve(
         seed=seed,
         log_stats=not server.disable_log_stats,
     )
+
+
+def model_temperatures(front: Front, server: ServerConfig) -> Temperatures:
+    """Those of the model's decisions: the operator's, or those beside the model."""
+    return find_temperatures(front.files, DecisionSettings.from_config(server.decisions_config).temperatures)
+
+
+async def _serve(
+    client: EngineClient, front: Front, seed: int | None, server: ServerConfig, listener: socket.socket, started_s: float
+) -> int:
+    engine = make_engine(client, front, seed, server)
     try:
-        app = build_app(engine, server)
+        app = build_app(engine, server, model_temperatures(front, server))
         return await run_server(app, listener, server, _greeting(server, front, listener, started_s))
     finally:
         await engine.close()
@@ -119,6 +141,11 @@ def example_request(url: str, server: ServerConfig, *, chat: bool) -> str:
 
 def _has_template(server: ServerConfig, front: Front) -> bool:
     return bool(server.chat_template or front.tokenizer.chat_template)
+
+
+def interrupt_on_sigterm() -> None:
+    """SIGTERM is what Ctrl-C is."""
+    signal.signal(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -7,8 +7,10 @@ torch is imported when an instance is made.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Any
 
 from tqdm import tqdm
@@ -19,6 +21,15 @@ from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.tokenizer import SEAM, Tokenizer
 from halfbyte.entrypoints.chat_template import ChatTemplate
+from halfbyte.entrypoints.decisions.decider import Asking, Decider
+from halfbyte.entrypoints.decisions.labels import LabelTrees
+from halfbyte.entrypoints.decisions.offline import decide_all
+from halfbyte.entrypoints.decisions.orders import check_order
+from halfbyte.entrypoints.decisions.prompts import PromptMaker
+from halfbyte.entrypoints.decisions.questions import read_questions
+from halfbyte.entrypoints.decisions.results import Decided, Decision, as_decision
+from halfbyte.entrypoints.decisions.settings import DecisionSettings
+from halfbyte.entrypoints.decisions.temperatures import find_temperatures
 from halfbyte.entrypoints.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from halfbyte.errors import UserError
 from halfbyte.types import SamplingParams, TokenLogprobs
@@ -57,16 +68,25 @@ class _Job:
 class LLM:
     """A model for offline use: `LLM().generate("The capital of France is")`.
 
-    model: a catalogue name, a `.gguf` file, a Hugging Face folder or hub id. Other arguments: the fields of EngineOptions.
+    model: a catalogue name, a `.gguf` file, a Hugging Face folder or hub id. decisions_config: as the flag --decisions-config has
+    it. Other arguments: the fields of EngineOptions.
     Raises HalfbyteError (one line) when the model cannot be served here. Not thread-safe.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, chat_template: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        chat_template: str | None = None,
+        decisions_config: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         from halfbyte.engine.build import build_engine
 
         engine_options = _engine_options(model, options)
+        settings = DecisionSettings.from_config(decisions_config or {})
         core, info = build_engine(engine_options)
-        self._connect(InProcessClient(core, info), engine_options, chat_template)
+        self._connect(InProcessClient(core, info), engine_options, chat_template, settings)
 
     @classmethod
     def from_client(cls, client: EngineClient, options: EngineOptions, chat_template: str | None = None) -> LLM:
@@ -75,7 +95,13 @@ class LLM:
         llm._connect(client, options, chat_template)
         return llm
 
-    def _connect(self, client: EngineClient, options: EngineOptions, chat_template: str | None) -> None:
+    def _connect(
+        self,
+        client: EngineClient,
+        options: EngineOptions,
+        chat_template: str | None,
+        decisions: DecisionSettings = DecisionSettings(),  # noqa: B008 - frozen
+    ) -> None:
         from halfbyte.engine.front import load_front
 
         front = load_front(options)
@@ -85,6 +111,9 @@ class LLM:
         self._default_sampling = front.default_sampling
         self._maker = RequestMaker(client.info, front.tokenizer, options.seed)
         self._chat_template = chat_template
+        self._decisions = decisions
+        self._files = front.files
+        self._num_decisions = 0
         self.num_preemptions = 0
 
     def generate(
@@ -128,7 +157,7 @@ class LLM:
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         params = self._params_for(sampling_params, len(conversations))
-        template = ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
+        template = self._template(chat_template)
         jobs = []
         for conversation, p in zip(conversations, params, strict=True):
             text = template.render(
@@ -142,6 +171,50 @@ class LLM:
             jobs.append(self._job({"prompt_token_ids": ids, "prompt": text.replace(SEAM, "")}, p))
         return self._run(jobs, use_tqdm)
 
+    def decide(
+        self,
+        state: Any,
+        questions: Mapping[str, Any],
+        *,
+        instructions: str | None = None,
+        order: str | None = None,
+        min_label_mass: float = 0.0,
+        return_prompt: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Decision:
+        """Answer typed questions about `state` with probabilities: what POST /v1/systemone does, with the same object returned.
+
+        questions: id -> {"type", "instructions", "criteria"}, see docs/decisions.md. UserError names a question that is wrong,
+        UnsupportedError says why this model cannot answer.
+        """
+        asking = Asking(
+            state=state,
+            instructions=instructions or None,
+            template_kwargs=chat_template_kwargs or {},
+            order=check_order(order),
+            min_label_mass=min_label_mass,
+        )
+        calls = [(read_questions(questions), asking)]
+        self._num_decisions += 1
+        [result] = decide_all(self.decider, self._maker, self._client, calls, priority=priority, cache_salt=cache_salt)
+        name = f"decision-{self._num_decisions}"
+        return as_decision(result, id=name, created=int(time.time()), model=self.info.model, with_prompts=return_prompt)
+
+    def decide_many(self, calls: Iterable[tuple[Any, Mapping[str, Any]]], *, order: str | None = None) -> list[Decided]:
+        """`decide` for many (state, questions) in one batch, with the answers as they are before they take a route's form."""
+        asked = [(read_questions(questions), Asking(state=state, order=check_order(order))) for state, questions in calls]
+        return decide_all(self.decider, self._maker, self._client, asked)
+
+    @cached_property
+    def decider(self) -> Decider:
+        """What plans decisions, and knows which types of questions the model can answer."""
+        prompts = PromptMaker(cache(self._template), self._tokenizer, self._maker.limits)
+        labels = LabelTrees(self._tokenizer, self.info.vocab_size)
+        temperatures = find_temperatures(self._files, self._decisions.temperatures)
+        return Decider(prompts, labels, self.info, self._decisions, temperatures)
+
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
@@ -152,6 +225,9 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache. The instance cannot be used again."""
         self._client.close()
+
+    def _template(self, chat_template: str | None = None) -> ChatTemplate:
+        return ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.entrypoints import middleware
+from halfbyte.entrypoints.decisions.temperatures import Temperatures
 from halfbyte.entrypoints.openai.errors import install_error_handlers
 from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
@@ -42,8 +43,11 @@ EXIT_ENGINE_DIED = 1
 log = logging.getLogger(__name__)
 
 
-def build_app(engine: Engine, server_config: ServerConfig) -> FastAPI:
-    """The application for one engine. `app.state.frontend` is its Frontend. Call it inside the loop that will serve."""
+def build_app(engine: Engine, server_config: ServerConfig, temperatures: Temperatures | None = None) -> FastAPI:
+    """The application for one engine. `app.state.frontend` is its Frontend. Call it inside the loop that will serve.
+
+    temperatures: of the model's decisions.
+    """
     no_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(
         title="Halfbyte",
@@ -51,7 +55,7 @@ def build_app(engine: Engine, server_config: ServerConfig) -> FastAPI:
         redirect_slashes=False,
         **(no_docs if server_config.disable_fastapi_docs else {}),
     )
-    frontend = Frontend(engine, server_config)
+    frontend = Frontend(engine, server_config, temperatures)
     app.state.frontend = frontend
     add_routes(app, frontend)
     install_error_handlers(app)

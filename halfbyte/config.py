@@ -183,6 +183,7 @@ class ServerConfig:
     reasoning_parser: str | None = None
     reasoning_config: Mapping[str, Any] = field(default_factory=dict)
     structured_outputs_config: Mapping[str, Any] = field(default_factory=dict)
+    decisions_config: Mapping[str, Any] = field(default_factory=dict)
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     enable_prompt_tokens_details: bool = False

@@ -24,6 +24,12 @@ from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints.answers.parser import AnswerSyntax
 from halfbyte.entrypoints.beside import Beside
 from halfbyte.entrypoints.chat_template import ChatTemplate, read_template
+from halfbyte.entrypoints.decisions.decider import Decider
+from halfbyte.entrypoints.decisions.labels import LabelTrees
+from halfbyte.entrypoints.decisions.prompts import PromptMaker
+from halfbyte.entrypoints.decisions.reading import Read
+from halfbyte.entrypoints.decisions.settings import DecisionSettings
+from halfbyte.entrypoints.decisions.temperatures import Temperatures
 from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
 from halfbyte.entrypoints.openai.settings import StructureSettings
@@ -72,6 +78,12 @@ class Engine(Protocol):
         thinking: Thinking | None = None,
         marks: Mapping[int, str] | None = None,
     ) -> Closeable: ...
+
+    def read(
+        self, prompt_token_ids: list[int], token_ids: list[int], *, priority: int = 0, cache_salt: str | None = None
+    ) -> Closeable: ...
+
+    def admit(self, num_sequences: int, num_prompt_tokens: int) -> None: ...
 
     def abort_all(self, reason: str) -> None: ...
 
@@ -145,7 +157,7 @@ class Frontend:
     draining: no new calls are taken. stopping: open ones are being ended too.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, temperatures: Temperatures | None = None) -> None:
         self.engine = engine
         self.config = config
         self.model_names = config.served_model_names or (engine.info.model,)
@@ -159,6 +171,7 @@ class Frontend:
         self._chat_template: ChatTemplate | None = None
         if config.chat_template is not None:
             self._chat_template = ChatTemplate.for_tokenizer(engine.tokenizer, read_template(config.chat_template))
+        self.decider = self._make_decider(temperatures or Temperatures())
         self.draining = False
         self.stopping = False
         self._open: set[Call] = set()
@@ -200,6 +213,18 @@ class Frontend:
             self._chat_template = ChatTemplate.for_tokenizer(self.engine.tokenizer)
         return self._chat_template
 
+    def _make_decider(self, temperatures: Temperatures) -> Decider:
+        tokenizer, info = self.engine.tokenizer, self.engine.info
+        prompts = PromptMaker(
+            lambda: self.chat_template,
+            tokenizer,
+            self.engine.limits,
+            template_kwargs=self.config.default_chat_template_kwargs,
+            reasoning=self.answers.reasoning,
+        )
+        settings = DecisionSettings.from_config(self.config.decisions_config)
+        return Decider(prompts, LabelTrees(tokenizer, info.vocab_size), info, settings, temperatures)
+
     def require_serving(self) -> None:
         """HttpError 503 when this server takes no new calls."""
         if self.draining:
@@ -232,6 +257,15 @@ class Frontend:
                 raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
             raise
         return generations
+
+    def read(self, read: Read, priority: int, cache_salt: str | None) -> Closeable:
+        """Start one read of a decision that was admitted."""
+        if self.stopping:
+            raise unavailable(STOPPING)
+        try:
+            return self.engine.read(read.prompt_token_ids, read.token_ids, priority=priority, cache_salt=cache_salt)
+        except EngineDeadError as error:
+            raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
 
     def explain(self, error: Exception) -> ApiError:
         """As `errors.explain`, but a generation that ends because the server stops is a 503."""

@@ -14,8 +14,9 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from halfbyte.entrypoints.openai import chat, completions, status, tokenize
+from halfbyte.entrypoints.openai import chat, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
+from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from halfbyte.entrypoints.openai.streaming import ClientWatch, EventStream
@@ -45,6 +46,8 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
 
     post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create)
     post("/v1/completions", "cmpl-", CompletionRequest, completions.create)
+    post("/v1/systemone", "decision-", SystemOneRequest, systemone.create)
+    post("/v1/decisions", "decision-", DecisionsRequest, decisions.create)
     post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize)
     post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize)
     say("/v1/models", lambda: status.models(frontend), "GET")

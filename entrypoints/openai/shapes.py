@@ -90,3 +90,28 @@ PROMPTS: Shape = {
         _list(_list(_TOKEN, minItems=1), minItems=1),
     ]
 }
+STATE: Shape = {"description": "a text, or any JSON"}
+ORDER: Shape = {"enum": ["given", "average"]}
+_DESCRIPTION: Shape = {"type": ["string", "null"]}
+_CHOICES: Shape = {"type": "object", "minProperties": 1, "maxProperties": 255, "additionalProperties": _DESCRIPTION}
+_YES_AND_NO: Shape = {"type": ["object", "null"], "properties": {"true": _TEXT, "false": _TEXT}, "additionalProperties": False}
+_LEVELS: Shape = _list(_TEXT, minItems=2, maxItems=10) | {"uniqueItems": True}
+
+
+def _question(name: str, criteria: Shape, *required: str) -> Shape:
+    fields = _object(("type", *required), type={"const": name}, instructions=_TEXT, criteria=criteria)
+    return fields | {"additionalProperties": False}
+
+
+QUESTIONS: Shape = {
+    "minProperties": 1,
+    "maxProperties": 64,
+    "propertyNames": {"minLength": 1},
+    "additionalProperties": {
+        "oneOf": [
+            _question("choice", _CHOICES, "criteria"),
+            _question("noul", _YES_AND_NO),
+            _question("score", _LEVELS, "criteria"),
+        ]
+    },
+}

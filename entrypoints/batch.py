@@ -1,0 +1,259 @@
+"""Lines of a batch file: what a line must say, and the loop that answers lines in their order.
+
+The format is that of OpenAI's Batch API, one JSON object per line. Knows how much may be open at once, and what is written
+when. Must not know the server, the engine or the terminal: a line is answered by a function that is handed in. Called by the
+run-batch command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, BinaryIO
+
+import msgspec
+
+# The POST routes that answer one body with one body.
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/decisions")
+METHOD = "POST"
+
+# Lines that may be known and not yet written, for each that may be open: those behind a slow one go on, and memory is bounded.
+LINES_PER_OPEN_LINE = 8
+_LINES_READ_AHEAD = 16
+_MAX_ECHOED_CHARS = 200
+
+
+class LineError(msgspec.Struct, kw_only=True):
+    """What went wrong, as in the body of an HTTP error."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int | str | None = None
+
+
+class LineResponse(msgspec.Struct, kw_only=True):
+    """What the route answered. `body` is its JSON as it came."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """A line of the output. response: None when the line could not be sent; error: None when all is well."""
+
+    id: str
+    custom_id: str | None
+    response: LineResponse | None = None
+    error: LineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the input that can be sent. `body` is its JSON as it stands in the file, not looked at any further."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class _Fields(msgspec.Struct):
+    custom_id: Any = None
+    method: Any = None
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class _Streaming(msgspec.Struct):
+    stream: Any = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: LineError
+
+
+class LineReader:
+    """Reads the lines of one file in turn. Of each it remembers the custom_id, which no other may have."""
+
+    def __init__(self) -> None:
+        self._custom_ids: set[str] = set()
+
+    def read(self, number: int, text: bytes) -> Line | Answer:
+        """The line, or the answer that says why it cannot be sent. number: its place in the file, from 1."""
+        try:
+            fields = msgspec.json.decode(text, type=_Fields)
+        except (msgspec.DecodeError, RecursionError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            return _refused(None, f"line {number} is not a JSON object: {reason}", None)
+        custom_id = fields.custom_id if isinstance(fields.custom_id, str) and fields.custom_id else None
+        if custom_id is None:
+            return _refused(None, f"line {number} needs a custom_id, a text", "custom_id")
+        if custom_id in self._custom_ids:
+            return _refused(custom_id, f"line {number} repeats the custom_id {_echo(custom_id)}", "custom_id")
+        self._custom_ids.add(custom_id)
+        if fields.method != METHOD:
+            return _refused(custom_id, f"line {number}: method must be {METHOD}, got {_echo(fields.method)}", "method")
+        if fields.url not in URLS:
+            return _refused(custom_id, f"line {number}: url must be one of {', '.join(URLS)}, got {_echo(fields.url)}", "url")
+        body = bytes(fields.body)
+        if not body:
+            return _refused(custom_id, f"line {number} needs a body", "body")
+        if _streams(body):
+            return _refused(custom_id, f"line {number}: answers are not streamed here; leave out stream", "stream")
+        return Line(custom_id, fields.url, body)
+
+
+def answered(line: Line, request_id: str, status: int, body: bytes) -> Answer:
+    """What is written of a route's answer. An HTTP error is both: the response, and its error object."""
+    error = None
+    if status >= HTTPStatus.BAD_REQUEST:
+        try:
+            error = msgspec.json.decode(body, type=_ErrorBody).error
+        except msgspec.DecodeError:
+            body = b"null"
+            error = LineError(message=f"the route answered {status} and no error object", type="InternalServerError", code=status)
+    if b"\n" in body:  # the answer is to be one line
+        body = msgspec.json.encode(msgspec.json.decode(body))
+    response = LineResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
+    return Answer(id=f"halfbyte-{request_id}", custom_id=line.custom_id, response=response, error=error)
+
+
+def _refused(custom_id: str | None, message: str, param: str | None) -> Answer:
+    error = LineError(message=message, type="BadRequestError", param=param, code=int(HTTPStatus.BAD_REQUEST))
+    return Answer(id=f"halfbyte-{uuid.uuid4().hex}", custom_id=custom_id, error=error)
+
+
+def _streams(body: bytes) -> bool:
+    """Whether the body asks for a stream, in whatever spelling. What else is wrong with it is the route's to say."""
+    try:
+        asked = msgspec.json.decode(body, type=_Streaming).stream
+    except msgspec.DecodeError:
+        return False
+    return asked is not None and asked is not False
+
+
+def _echo(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_ECHOED_CHARS else f"{text[:_MAX_ECHOED_CHARS]}..."
+
+
+class FileLines:
+    """The lines of a file as they come, read by a thread a few ahead, so that a pipe may keep its reader waiting.
+
+    Make it inside the loop that reads. The thread closes the file; it ends with the process when the file never goes on.
+    finished: whether the file's end was reached. OSError of the file is raised where the line would have been.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.finished = False
+        self._file = file
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[bytes | OSError | None] = asyncio.Queue()
+        self._room = threading.Semaphore(_LINES_READ_AHEAD)
+        self._ended = False
+        threading.Thread(target=self._read, name="batch-lines", daemon=True).start()
+
+    def __aiter__(self) -> FileLines:
+        return self
+
+    async def __anext__(self) -> bytes:
+        item = None if self._ended else await self._arrived.get()
+        self._room.release()
+        if isinstance(item, OSError):
+            raise item
+        if item is None or self._ended:
+            raise StopAsyncIteration
+        if not item:
+            self.finished = True
+            raise StopAsyncIteration
+        return item
+
+    def end(self) -> None:
+        """No further lines, whatever the file still holds."""
+        self._ended = True
+        self._arrived.put_nowait(None)
+        self._room.release()
+
+    def _read(self) -> None:
+        with self._file:
+            text: bytes | OSError = b"not read yet"
+            while text and not isinstance(text, OSError):
+                self._room.acquire()
+                if self._ended:
+                    return
+                try:
+                    text = self._file.readline()
+                except OSError as error:
+                    text = error
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the line
+                    self._loop.call_soon_threadsafe(self._arrived.put_nowait, text)
+
+
+class Batch:
+    """One run: `send` answers lines, at most `max_open_lines` at once, and `write` gets each answer when it is its turn.
+
+    num_written and num_failed say how far it is. What `send` and `write` raise ends the run; a line that merely failed does not.
+    """
+
+    def __init__(self, send: Callable[[Line], Awaitable[Answer]], write: Callable[[bytes], None], max_open_lines: int) -> None:
+        self.num_written = 0
+        self.num_failed = 0
+        self._send = send
+        self._write = write
+        self._open = asyncio.Semaphore(max_open_lines)
+        self._unwritten = asyncio.Semaphore(max_open_lines * LINES_PER_OPEN_LINE)
+        self._answers: asyncio.Queue[asyncio.Future[Answer] | None] = asyncio.Queue()  # in the order of the lines
+
+    async def run(self, texts: AsyncIterator[bytes]) -> None:
+        """Answer all lines. Whatever ends it, nothing stays open, and what is written are whole lines in their order."""
+        reader = asyncio.create_task(self._read(texts))
+        try:
+            while (answer := await self._answers.get()) is not None:
+                self._keep(await answer)
+            await reader
+        finally:
+            reader.cancel()
+            rest: list[asyncio.Future[Any]] = [reader]
+            while not self._answers.empty():
+                if (answer := self._answers.get_nowait()) is not None:
+                    answer.cancel()
+                    rest.append(answer)
+            await asyncio.gather(*rest, return_exceptions=True)
+
+    async def _read(self, texts: AsyncIterator[bytes]) -> None:
+        reader = LineReader()
+        number = 0
+        try:
+            async for text in texts:
+                number += 1
+                if not text.strip():
+                    continue
+                await self._unwritten.acquire()
+                line = reader.read(number, text)
+                if isinstance(line, Line):
+                    await self._open.acquire()
+                    self._answers.put_nowait(asyncio.create_task(self._answer(line)))
+                else:
+                    refused: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+                    refused.set_result(line)
+                    self._answers.put_nowait(refused)
+        finally:
+            self._answers.put_nowait(None)
+
+    async def _answer(self, line: Line) -> Answer:
+        try:
+            return await self._send(line)
+        finally:
+            self._open.release()
+
+    def _keep(self, answer: Answer) -> None:
+        self._write(msgspec.json.encode(answer) + b"\n")
+        self.num_written += 1
+        self.num_failed += answer.error is not None
+        self._unwritten.release()

@@ -1,0 +1,168 @@
+"""Questions about a state to reads of the engine, and the reads to answers.
+
+`Decider` belongs to one served model and knows at once which types of questions that can answer. It does no input or output: the
+routes and `LLM.decide` make the reads of a `Plan` and give it what was found. Planning renders and tokenises: call it beside the
+event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from halfbyte.entrypoints.decisions.answers import Answer, answer
+from halfbyte.entrypoints.decisions.labels import LabelTrees
+from halfbyte.entrypoints.decisions.orders import Order, listings
+from halfbyte.entrypoints.decisions.prompts import PromptMaker
+from halfbyte.entrypoints.decisions.questions import MAX_OPTIONS, TYPES, Option, Question, QuestionType
+from halfbyte.entrypoints.decisions.readers import make_reader
+from halfbyte.entrypoints.decisions.reading import Asked, Read, Reading, Readout
+from halfbyte.entrypoints.decisions.settings import DecisionSettings
+from halfbyte.entrypoints.decisions.temperatures import Temperatures
+from halfbyte.entrypoints.decisions.wording import NUM_LETTERS
+from halfbyte.errors import Refusal, UnsupportedError, UserError
+from halfbyte.types import EngineInfo
+
+MAX_CHARS = 64 << 20  # of all prompts of a call
+_OPTION_COUNTS = (NUM_LETTERS, 99, MAX_OPTIONS)  # the longest list with labels of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """max_options: of a question of this type; 0 where there is a refusal."""
+
+    max_options: int
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What all questions of a call share. instructions: a system message."""
+
+    state: Any
+    instructions: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    order: Order = "given"
+    min_label_mass: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_label_mass <= 1.0:
+            raise UserError(f"min_label_mass must be in [0, 1], got {self.min_label_mass}", param="min_label_mass")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One question of a plan, with a reading per listing, and the reads of each."""
+
+    question: Question
+    listings: list[tuple[int, ...]]
+    readings: list[Reading]
+    reads: list[Sequence[Read]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """reads: of all questions, in their order: the first computes what the others share."""
+
+    reads: list[Read]
+    _parts: list[_Part]
+    _asking: Asking
+    _temperatures: Temperatures
+
+    def answers(self, readouts: Sequence[Readout]) -> list[Answer]:
+        """readouts: of the reads, in their order."""
+        left = iter(readouts)
+        found = []
+        for part in self._parts:
+            pairs = zip(part.readings, part.reads, strict=True)
+            scores = [reading.scores(list(islice(left, len(reads)))) for reading, reads in pairs]
+            found.append(
+                answer(
+                    part.question,
+                    part.listings,
+                    scores,
+                    [reading.prompt for reading in part.readings],
+                    temperature=self._temperatures.of(part.question.type),
+                    min_label_mass=self._asking.min_label_mass,
+                )
+            )
+        return found
+
+
+class Decider:
+    """support: what the model can answer, by type of question. batch_invariant: whether its probabilities can be repeated."""
+
+    def __init__(
+        self,
+        prompts: PromptMaker,
+        labels: LabelTrees,
+        info: EngineInfo,
+        settings: DecisionSettings,
+        temperatures: Temperatures,
+    ) -> None:
+        self.reader_name = settings.reader_for(info.architecture)
+        self.temperatures = temperatures
+        self.batch_invariant = info.batch_invariant
+        self._reader = make_reader(self.reader_name, prompts, labels)
+        self._logprobs_mode = info.logprobs_mode
+        self.support = {kind: self._look(kind) for kind in TYPES}
+
+    def require_some(self) -> None:
+        """UnsupportedError when no type of question can be answered."""
+        refusals = dict.fromkeys(support.refusal for support in self.support.values() if support.refusal is not None)
+        if not any(support.max_options for support in self.support.values()):
+            raise UnsupportedError(Refusal("this model cannot answer structured decisions", ""), *refusals)
+
+    def plan(self, questions: Sequence[Question], asking: Asking) -> Plan:
+        """UnsupportedError for a type that the model cannot answer, UserError for what is wrong with a question."""
+        parts: list[_Part] = []
+        num_chars = 0
+        for question in questions:
+            parts.append(self._part(question, asking))
+            num_chars += sum(len(reading.prompt.text) for reading in parts[-1].readings)
+            if num_chars > MAX_CHARS:
+                raise UserError(
+                    f"the questions' prompts have more than {MAX_CHARS:,} characters together; ask in several calls",
+                    param="questions",
+                )
+        reads = [read for part in parts for of_listing in part.reads for read in of_listing]
+        return Plan(reads, parts, asking, self.temperatures)
+
+    def _part(self, question: Question, asking: Asking) -> _Part:
+        support = self.support[question.type]
+        if support.refusal is not None:
+            raise UnsupportedError(support.refusal)
+        if len(question.options) > support.max_options:
+            raise UserError(
+                f"question {question.id!r}: {len(question.options)} options, this model can tell {support.max_options} apart",
+                param="questions",
+            )
+        orders = listings(question, asking.order)
+        shared = (asking.instructions, asking.template_kwargs)
+        try:
+            readings = [self._reader.read(Asked(asking.state, question, order, *shared)) for order in orders]
+        except UserError as error:
+            if error.param is None:
+                raise UserError(f"question {question.id!r}: {error}", param="questions") from None
+            raise
+        return _Part(question, orders, readings, [reading.reads() for reading in readings])
+
+    def _look(self, kind: QuestionType) -> Support:
+        """Try the labels behind a conversation of one letter, as they will be behind real ones."""
+        if not self._logprobs_mode.endswith("logprobs"):
+            reason = f"decisions read log probabilities, and --logprobs-mode is {self._logprobs_mode}"
+            return Support(0, Refusal(reason, "use raw_logprobs"))
+        counts = {"choice": _OPTION_COUNTS, "noul": (2,), "score": (10,)}[kind]
+        found, refusal = 0, None
+        for count in counts:
+            options = tuple(Option(str(index)) for index in range(count))
+            question = Question("probe", kind, "", options)
+            try:
+                self._reader.read(Asked("x", question, tuple(range(count))))
+            except UserError as error:
+                refusal = Refusal(f"{kind} questions cannot be read with this model: {error}", "")
+                break
+            found = count
+        return Support(found, None if found else refusal)

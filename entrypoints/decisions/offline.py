@@ -1,0 +1,56 @@
+"""Decisions without a server: plans whose reads an engine client makes, all of them in one batch. Called by `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from halfbyte.engine.client import EngineClient
+from halfbyte.engine.requests import RequestMaker
+from halfbyte.entrypoints.decisions.decider import Asking, Decider
+from halfbyte.entrypoints.decisions.questions import Question
+from halfbyte.entrypoints.decisions.reading import Read, Readout
+from halfbyte.entrypoints.decisions.results import Decided, decided
+from halfbyte.errors import HalfbyteError
+
+
+def decide_all(
+    decider: Decider,
+    maker: RequestMaker,
+    client: EngineClient,
+    calls: Iterable[tuple[Sequence[Question], Asking]],
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> list[Decided]:
+    """One result per call, in their order. Errors as `Decider.plan`; HalfbyteError when the engine could not compute a read."""
+    plans = [decider.plan(questions, asking) for questions, asking in calls]
+    reads = [read for plan in plans for read in plan.reads]
+    found = iter(_read_all(maker, client, reads, priority, cache_salt))
+    results = []
+    for plan in plans:
+        readouts = list(islice(found, len(plan.reads)))
+        results.append(decided(decider, client.info, plan.answers(readouts), plan.reads, readouts))
+    return results
+
+
+def _read_all(
+    maker: RequestMaker, client: EngineClient, reads: Sequence[Read], priority: int, cache_salt: str | None
+) -> list[Readout]:
+    requests = [maker.make_read(r.prompt_token_ids, r.token_ids, priority=priority, cache_salt=cache_salt) for r in reads]
+    order = {request.request_id: None for request in requests}
+    found: dict[str, Readout] = {}
+    client.add(requests)
+    try:
+        while len(found) < len(order):
+            step = client.receive()
+            for output in step.outputs if step is not None else ():
+                if output.request_id not in order:
+                    continue
+                if output.error is not None or not output.logprobs:
+                    raise HalfbyteError(output.error or "the engine could not read this question")
+                found[output.request_id] = Readout.of(output.logprobs[0], output.num_cached_tokens)
+    finally:
+        if open_ids := [request_id for request_id in order if request_id not in found]:
+            client.abort(open_ids)
+    return [found[request_id] for request_id in order]
