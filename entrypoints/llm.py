@@ -22,10 +22,8 @@ from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.tokenizer import SEAM, Tokenizer
 from halfbyte.entrypoints.chat_template import ChatTemplate
 from halfbyte.entrypoints.decisions.decider import Asking, Decider
-from halfbyte.entrypoints.decisions.labels import LabelTrees
 from halfbyte.entrypoints.decisions.offline import decide_all
 from halfbyte.entrypoints.decisions.orders import check_order
-from halfbyte.entrypoints.decisions.prompts import PromptMaker
 from halfbyte.entrypoints.decisions.questions import read_questions
 from halfbyte.entrypoints.decisions.results import Decided, Decision, as_decision
 from halfbyte.entrypoints.decisions.settings import DecisionSettings
@@ -210,10 +208,9 @@ class LLM:
     @cached_property
     def decider(self) -> Decider:
         """What plans decisions, and knows which types of questions the model can answer."""
-        prompts = PromptMaker(cache(self._template), self._tokenizer, self._maker.limits)
-        labels = LabelTrees(self._tokenizer, self.info.vocab_size)
         temperatures = find_temperatures(self._files, self._decisions.temperatures)
-        return Decider(prompts, labels, self.info, self._decisions, temperatures)
+        template = cache(self._template)
+        return Decider(self._tokenizer, template, self._maker.limits, self.info, self._decisions, temperatures)
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

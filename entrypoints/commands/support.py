@@ -1,7 +1,8 @@
 """`halfbyte support`: which models, KV formats and attention back ends this build has, and on which platforms they go together.
 
 Everything comes from the registries and from `kernels.attention.selection`, so that the table cannot claim what a start would
-refuse. README holds the `--markdown` form; a test compares them.
+refuse. README holds the `--markdown` form; a test compares them. With `--model` it looks at one model's tokenizer and template
+instead, without its weights: which structured decisions that can answer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from halfbyte.config import EngineOptions
 from halfbyte.entrypoints.flag_table import LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
 from halfbyte.errors import UserError
@@ -27,6 +29,7 @@ FLAGS = (
     Flag(name="json", help="as JSON, with every refusal", kind="switch"),
     Flag(name="platform", help="what each back end says on this platform", choices=lambda: PLATFORM_NAMES),
     Flag(name="kv-cache-dtype", help="what each back end says of this KV format, or of k:NAME,v:NAME"),
+    Flag(name="model", help="which structured decisions this model can answer; its weights are not read"),
     LOG_LEVEL,
 )
 
@@ -57,6 +60,11 @@ def run(argv: Sequence[str]) -> int:
     given = parse("support", "Show what this build supports, on which platforms.", FLAGS, argv).command
     forms = [name for name in ("markdown", "json") if given.get(name)]
     asks_for_details = "platform" in given or "kv_cache_dtype" in given
+    if "model" in given:
+        if asks_for_details or given.get("markdown"):
+            raise UsageError("--model is about decisions: leave out --markdown, --platform and --kv-cache-dtype")
+        print("\n".join(_decisions(given["model"], as_json=bool(given.get("json")))))
+        return 0
     if len(forms) > 1 or (asks_for_details and given.get("markdown")):
         raise UsageError("--markdown is a form of the whole table: leave out --json, --platform and --kv-cache-dtype")
     platforms = [given["platform"]] if "platform" in given else list(PLATFORM_NAMES)
@@ -69,6 +77,40 @@ def run(argv: Sequence[str]) -> int:
         render = _markdown if given.get("markdown") else _plain
         print("\n\n".join("\n".join(render(table)) for table in tables()))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What `Decider` wants to know; a server adds how its engine was started."""
+
+    architecture: str
+    logprobs_mode: str = "raw_logprobs"
+    batch_invariant: bool = False
+
+
+def _decisions(model: str, *, as_json: bool) -> Iterator[str]:
+    from halfbyte.engine.front import load_front
+    from halfbyte.engine.limits import Limits
+    from halfbyte.entrypoints.chat_template import ChatTemplate
+    from halfbyte.entrypoints.decisions.decider import Decider
+    from halfbyte.entrypoints.decisions.settings import DecisionSettings
+    from halfbyte.entrypoints.decisions.temperatures import find_temperatures
+    from halfbyte.model_runner.decoder_config import config_from_files
+
+    front = load_front(EngineOptions(model=model))
+    config = config_from_files(front.files, {})
+    limits = Limits(config.vocab_size, config.max_position, max_logprobs=0)
+    template = cache(lambda: ChatTemplate.for_tokenizer(front.tokenizer))
+    temperatures = find_temperatures(front.files)
+    decider = Decider(front.tokenizer, template, limits, _Facts(config.architecture), DecisionSettings(), temperatures)
+    if as_json:
+        told = {name: value for name, value in decider.describe().items() if name != "repeatable"}
+        yield json.dumps({"model": model, "architecture": config.architecture, "decisions": told}, indent=2)
+        return
+    yield f"structured decisions with {model} ({config.architecture}, reader {decider.reader_name}):"
+    for kind, support in decider.support.items():
+        temperature = f", temperature {decider.temperatures.of(kind):g}" if temperatures.source else ""
+        yield f"  {kind}: {support.refusal or f'{support.max_options} options at most'}{temperature}"
 
 
 def tables() -> list[Table]:

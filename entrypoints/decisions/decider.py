@@ -7,23 +7,26 @@ event loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
+from halfbyte.engine.limits import Limits
+from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.entrypoints.chat_template import ChatTemplate
 from halfbyte.entrypoints.decisions.answers import Answer, answer
 from halfbyte.entrypoints.decisions.labels import LabelTrees
 from halfbyte.entrypoints.decisions.orders import Order, listings
 from halfbyte.entrypoints.decisions.prompts import PromptMaker
-from halfbyte.entrypoints.decisions.questions import MAX_OPTIONS, TYPES, Option, Question, QuestionType
+from halfbyte.entrypoints.decisions.questions import MAX_LEVELS, MAX_OPTIONS, TYPES, Option, Question, QuestionType
 from halfbyte.entrypoints.decisions.readers import make_reader
-from halfbyte.entrypoints.decisions.reading import Asked, Read, Reading, Readout
+from halfbyte.entrypoints.decisions.reading import Asked, Read, Reader, Reading, Readout
 from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import Temperatures
 from halfbyte.entrypoints.decisions.wording import NUM_LETTERS
+from halfbyte.entrypoints.reasoning_parsers.protocol import ReasoningSyntax
 from halfbyte.errors import Refusal, UnsupportedError, UserError
-from halfbyte.types import EngineInfo
 
 MAX_CHARS = 64 << 20  # of all prompts of a call
 _OPTION_COUNTS = (NUM_LETTERS, 99, MAX_OPTIONS)  # the longest list with labels of each kind
@@ -91,23 +94,57 @@ class Plan:
         return found
 
 
+class ModelFacts(Protocol):
+    """What of an `EngineInfo` matters here."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def logprobs_mode(self) -> str: ...
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+
 class Decider:
-    """support: what the model can answer, by type of question. batch_invariant: whether its probabilities can be repeated."""
+    """support: what the model can answer, by type of question. batch_invariant: whether its probabilities can be repeated.
+
+    template: gives the chat template, or raises why there is none. template_kwargs: the operator's variables for it.
+    reasoning: the operator's reasoning parser.
+    """
 
     def __init__(
         self,
-        prompts: PromptMaker,
-        labels: LabelTrees,
-        info: EngineInfo,
+        tokenizer: Tokenizer,
+        template: Callable[[], ChatTemplate],
+        limits: Limits,
+        facts: ModelFacts,
         settings: DecisionSettings,
         temperatures: Temperatures,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        reasoning: ReasoningSyntax | None = None,
     ) -> None:
-        self.reader_name = settings.reader_for(info.architecture)
+        self.reader_name = settings.reader_for(facts.architecture)
         self.temperatures = temperatures
-        self.batch_invariant = info.batch_invariant
-        self._reader = make_reader(self.reader_name, prompts, labels)
-        self._logprobs_mode = info.logprobs_mode
-        self.support = {kind: self._look(kind) for kind in TYPES}
+        self.batch_invariant = facts.batch_invariant
+        labels = LabelTrees(tokenizer, limits.vocab_size)
+
+        def reader(limits: Limits | None) -> Reader:
+            prompts = PromptMaker(template, tokenizer, limits, template_kwargs=template_kwargs, reasoning=reasoning)
+            return make_reader(self.reader_name, prompts, labels)
+
+        self._reader = reader(limits)
+        self.support = {kind: _look(kind, reader(None), facts.logprobs_mode) for kind in TYPES}
+
+    def describe(self) -> dict[str, Any]:
+        """What it supports, as JSON: of each type the most options, or the reason why there are none."""
+        told: dict[str, Any] = {
+            kind: {"max_options": support.max_options, "reason": support.refusal and str(support.refusal)}
+            for kind, support in self.support.items()
+        }
+        return {"reader": self.reader_name, "repeatable": self.batch_invariant, **told}
 
     def require_some(self) -> None:
         """UnsupportedError when no type of question can be answered."""
@@ -149,20 +186,20 @@ class Decider:
             raise
         return _Part(question, orders, readings, [reading.reads() for reading in readings])
 
-    def _look(self, kind: QuestionType) -> Support:
-        """Try the labels behind a conversation of one letter, as they will be behind real ones."""
-        if not self._logprobs_mode.endswith("logprobs"):
-            reason = f"decisions read log probabilities, and --logprobs-mode is {self._logprobs_mode}"
-            return Support(0, Refusal(reason, "use raw_logprobs"))
-        counts = {"choice": _OPTION_COUNTS, "noul": (2,), "score": (10,)}[kind]
-        found, refusal = 0, None
-        for count in counts:
-            options = tuple(Option(str(index)) for index in range(count))
-            question = Question("probe", kind, "", options)
-            try:
-                self._reader.read(Asked("x", question, tuple(range(count))))
-            except UserError as error:
-                refusal = Refusal(f"{kind} questions cannot be read with this model: {error}", "")
-                break
-            found = count
-        return Support(found, None if found else refusal)
+
+def _look(kind: QuestionType, reader: Reader, logprobs_mode: str) -> Support:
+    """Try the labels behind a conversation of one letter, as they will be behind real ones."""
+    if not logprobs_mode.endswith("logprobs"):
+        reason = f"decisions read log probabilities, and --logprobs-mode is {logprobs_mode}"
+        return Support(0, Refusal(reason, "use raw_logprobs"))
+    counts = {"choice": _OPTION_COUNTS, "noul": (2,), "score": (MAX_LEVELS,)}[kind]
+    found = 0
+    for count in counts:
+        options = tuple(Option(str(index)) for index in range(count))
+        try:
+            reader.read(Asked("x", Question("probe", kind, "", options), tuple(range(count))))
+        except UserError as error:
+            refusal = Refusal(f"{kind} questions cannot be read with this model: {error}", "")
+            return Support(found, None if found else refusal)
+        found = count
+    return Support(found)

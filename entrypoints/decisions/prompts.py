@@ -35,13 +35,16 @@ class Prompt:
 
 
 class PromptMaker:
-    """For one model. template: gives the chat template, or raises why there is none. reasoning: the operator's parser."""
+    """For one model. template: gives the chat template, or raises why there is none. reasoning: the operator's parser.
+
+    limits: None where prompts are made to be looked at only.
+    """
 
     def __init__(
         self,
         template: Callable[[], ChatTemplate],
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: Limits | None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: ReasoningSyntax | None = None,
@@ -66,7 +69,8 @@ class PromptMaker:
             )
         marked = self._template().render(messages, chat_template_kwargs={**self._kwargs, **given})
         marked = self._without_thought(marked)
-        self._limits.check_text(marked, self._tokenizer.max_chars_per_token)
+        if self._limits is not None:
+            self._limits.check_text(marked, self._tokenizer.max_chars_per_token)
         end = self._end_of(shared, marked)
         return Prompt(marked.replace(SEAM, ""), [*self._encode_long(marked[:end]), *self._encode(marked[end:])])
 

@@ -25,8 +25,6 @@ from halfbyte.entrypoints.answers.parser import AnswerSyntax
 from halfbyte.entrypoints.beside import Beside
 from halfbyte.entrypoints.chat_template import ChatTemplate, read_template
 from halfbyte.entrypoints.decisions.decider import Decider
-from halfbyte.entrypoints.decisions.labels import LabelTrees
-from halfbyte.entrypoints.decisions.prompts import PromptMaker
 from halfbyte.entrypoints.decisions.reading import Read
 from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import Temperatures
@@ -214,16 +212,17 @@ class Frontend:
         return self._chat_template
 
     def _make_decider(self, temperatures: Temperatures) -> Decider:
-        tokenizer, info = self.engine.tokenizer, self.engine.info
-        prompts = PromptMaker(
+        engine, config = self.engine, self.config
+        return Decider(
+            engine.tokenizer,
             lambda: self.chat_template,
-            tokenizer,
-            self.engine.limits,
-            template_kwargs=self.config.default_chat_template_kwargs,
+            engine.limits,
+            engine.info,
+            DecisionSettings.from_config(config.decisions_config),
+            temperatures,
+            template_kwargs=config.default_chat_template_kwargs,
             reasoning=self.answers.reasoning,
         )
-        settings = DecisionSettings.from_config(self.config.decisions_config)
-        return Decider(prompts, LabelTrees(tokenizer, info.vocab_size), info, settings, temperatures)
 
     def require_serving(self) -> None:
         """HttpError 503 when this server takes no new calls."""

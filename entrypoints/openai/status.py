@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -42,6 +43,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    decisions: dict[str, Any]
     permission: list[ModelPermission]
 
 
@@ -51,7 +53,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 def models(frontend: Frontend) -> Response:
-    """One card per served name."""
+    """One card per served name. decisions: which types of questions the model can answer, and why not."""
     now = int(time.time())
     info = frontend.engine.info
     cards = [
@@ -60,6 +62,7 @@ def models(frontend: Frontend) -> Response:
             created=now,
             root=info.model,
             max_model_len=info.max_model_len,
+            decisions=frontend.decider.describe(),
             permission=[ModelPermission(id=f"modelperm-{uuid.uuid4().hex}", created=now)],
         )
         for name in frontend.model_names

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig
 
 from halfbyte.entrypoints import cli
 from halfbyte.entrypoints.commands import support
@@ -124,3 +128,26 @@ sys.exit(cli.main(["support", "--markdown"]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown(capsys, "--markdown")
+
+
+def test_a_models_decisions_from_its_tokenizer_and_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(LlamaConfig(num_hidden_layers=1).to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert "this model has no chat template" in shown(capsys, "--model", str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}>")
+    (tmp_path / "decision_temperatures.json").write_text('{"temperatures": {"noul": 2.5}}')
+    lines = shown(capsys, "--model", str(tmp_path)).splitlines()
+    assert lines[1:] == [
+        "  choice: 255 options at most, temperature 1",
+        "  noul: 2 options at most, temperature 2.5",
+        "  score: 10 options at most, temperature 1",
+    ]
+    told = json.loads(shown(capsys, "--model", str(tmp_path), "--json"))
+    assert told["decisions"]["choice"] == {"max_options": 255, "reason": None} and told["decisions"]["reader"] == "next_token"
+    assert cli.main(["support", "--model", str(tmp_path), "--markdown"]) == 2
