@@ -7,6 +7,7 @@ transformers: it is loaded in the API process. Called by the front ends, the det
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -88,12 +89,9 @@ class Tokenizer:
     def quote_special(self, text: str) -> str:
         """`text` with a SEAM inside each spelling of a special token: `encode(seams=True)` then reads it as ordinary text."""
         text = text.replace(SEAM, "\N{REPLACEMENT CHARACTER}")
-        by_length, first_two = self._special_spellings
-        starts = [
-            at
-            for at in range(len(text) - 1)
-            if text[at : at + 2] in first_two and any(text[at : at + length] in group for length, group in by_length.items())
-        ]
+        by_length, first = self._special_spellings
+        candidates = () if first is None else (match.start() for match in first.finditer(text))
+        starts = [at for at in candidates if any(text[at : at + length] in group for length, group in by_length.items())]
         pieces = [text[start + 1 : end + 1] for start, end in zip([-1, *starts], [*starts, len(text)], strict=True)]
         return SEAM.join(pieces)
 
@@ -135,13 +133,14 @@ class Tokenizer:
         return longest * (1 if self._backend.normalizer is None else _NORMALISER_SLACK)
 
     @cached_property
-    def _special_spellings(self) -> tuple[dict[int, set[str]], set[str]]:
-        """Special tokens' texts by length, and the pairs of characters that they begin with."""
+    def _special_spellings(self) -> tuple[dict[int, set[str]], re.Pattern[str] | None]:
+        """Special tokens' texts by length, and what finds the characters that they begin with; None where there are none."""
         by_length: dict[int, set[str]] = {}
         for text in (self._added_texts[token_id] for token_id in self.special_ids):
             if len(text) > 1:
                 by_length.setdefault(len(text), set()).add(text)
-        return by_length, {text[:2] for group in by_length.values() for text in group}
+        first = "".join(re.escape(char) for char in sorted({text[0] for group in by_length.values() for text in group}))
+        return by_length, re.compile(f"[{first}]") if first else None
 
     @cached_property
     def _affixes_of_backend(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

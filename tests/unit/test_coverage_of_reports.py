@@ -19,11 +19,10 @@ TESTS = Path(__file__).resolve().parents[1]
 ROWS = {
     "B": "01 02 03 04 05 06 07 09 10 11 12 13 14 16 17 18 19 20 21 22 23 25 26 27 28 29 30 31 32 34 35 36 38 39 40 41 43 44 45 47"
     " 48 50 51 52 53",
-    "F": "13 15 16 17 18 19",
+    "F": "01 03 04 05 06 07 08 10 11 12 13 15 16 17 18 19",
     "G": "04 06",
 }
-# Items 12 and 13 are about routes that are not served.
-CHECKLIST = "01 02 03 04 05 06 07 08 09 10 11 14 15"
+CHECKLIST = "01 02 03 04 05 06 07 08 09 10 11 12 13 14 15"
 IDS = {
     **{group: [group + number for number in numbers.split()] for group, numbers in ROWS.items()},
     "checklist": CHECKLIST.split(),

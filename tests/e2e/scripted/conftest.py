@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ SPECIAL = ("<bos>", "<eos>", "<|start|>", "<|end|>")
 BEYOND_THE_LOGITS = ("<extra0>", "<extra1>")
 VOCAB_SIZE = 256 + len(SPECIAL)  # of the logits; the tokenizer is longer
 BOS, EOS = 256, 257
+OTHERS_LIKED = 0.01  # the probability of a token in a read that the script does not name
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if enable_thinking is defined %}[think={{ enable_thinking }} {{ reasoning_effort }}]{% endif %}"
@@ -81,7 +83,7 @@ class ScriptedClient:
 
     `says`: texts or token ids that are answered to prompts (by exact token ids), followed by EOS; other prompts get letters that
     depend on prompt, seed and position, without end. `hold`, then `allow(n)`: let n steps happen. `fails`: error text by
-    position.
+    position. `likes`: text of a token -> its probability, for reads; others have OTHERS_LIKED.
     """
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -89,6 +91,7 @@ class ScriptedClient:
         self.tokenizer = tokenizer
         self.says: dict[tuple[int, ...], str | list[int]] = {}
         self.fails: dict[int, str] = {}
+        self.likes: dict[str, float] = {}
         self.aborted: list[str] = []
         self.requests: list[EngineRequest] = []
         self._live: dict[str, Run] = {}
@@ -165,7 +168,9 @@ class ScriptedClient:
             return EngineOutput.failed(request.request_id, self.fails[run.position])
         token = run.tokens[min(run.position, len(run.tokens) - 1)] if run.tokens else _letter(request, run.position)
         output = EngineOutput(request_id=request.request_id, new_token_ids=[token])
-        if sampling.logprobs is not None:
+        if request.is_read:
+            output.logprobs = [self._read(sampling.logprob_token_ids or [])]
+        elif sampling.logprobs is not None:
             output.logprobs = [_logprobs(token, sampling.logprobs)]
         if run.position == 0:
             output.num_cached_tokens = self._cached(request)
@@ -180,6 +185,12 @@ class ScriptedClient:
         if output.finish_reason is not None:
             del self._live[request.request_id]
         return output
+
+    def _read(self, token_ids: list[int]) -> TokenLogprobs:
+        """What a read finds; the most likely token is one of those that it asks for, if the script likes one, else EOS."""
+        liked = [self.likes.get(self.tokenizer.decode([token]), OTHERS_LIKED) for token in token_ids]
+        best = token_ids[liked.index(max(liked))] if max(liked) > OTHERS_LIKED else EOS
+        return TokenLogprobs(best, math.log(max(liked)), 1, token_ids, [math.log(p) for p in liked])
 
     def _cached(self, request: EngineRequest) -> int:
         key = (request.cache_salt, tuple(request.prompt_token_ids))
