@@ -1,5 +1,5 @@
-"""Every curl line of docs/api.md and docs/structured_outputs.md, as a reader would run it: the status is the documented one, and
-the keys shown exist.
+"""Every curl line of docs/api.md, docs/structured_outputs.md and docs/decisions.md, as a reader would run it: the status is the
+documented one, and the keys shown exist. The Python blocks of docs/decisions.md run as they stand.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 
+from tests.e2e.clients.decision_shapes import Decision
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, STRUCTURE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "structured_outputs.md"))
+PAGE, STRUCTURE_PAGE, DECISIONS_PAGE = (
+    (DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "structured_outputs.md", "decisions.md")
+)
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 
 
@@ -49,14 +55,15 @@ def examples(page: str, unseen: str | None = "") -> Iterator[Example]:
         yield Example(title, block.group(2), status, kind, answer)
 
 
-EXAMPLES = [*examples(PAGE), *examples(STRUCTURE_PAGE, unseen=None)]
+EXAMPLES = [*examples(PAGE), *examples(STRUCTURE_PAGE, unseen=None), *examples(DECISIONS_PAGE)]
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DECISIONS_PAGE, re.M | re.S)
 
 
 def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
     called = {word.removeprefix(DOCUMENTED_URL) for example in EXAMPLES for word in shlex.split(example.command)}
     routes = re.findall(r"^### `(?:GET|POST) (\S+)`", PAGE, re.M)
     assert [route for route in routes if route not in called] == ["/docs"]
-    assert len(EXAMPLES) == PAGE.count("\ncurl ") + STRUCTURE_PAGE.count("\ncurl ")
+    assert len(EXAMPLES) == sum(page.count("\ncurl ") for page in (PAGE, STRUCTURE_PAGE, DECISIONS_PAGE))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{i}-{example.title}" for i, example in enumerate(EXAMPLES)])
@@ -77,6 +84,18 @@ def test_example(demo_server: Any, example: Example) -> None:
         assert set(re.findall(r"^\w[\w:]*", example.answer, re.M)) <= names
     else:
         assert answer == ""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(demo_server: Any, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not hasattr(openai.OpenAI, "decisions"):  # of SDKs before 3.26: the same call through the client's own transport
+        monkeypatch.setattr(openai.OpenAI, "decisions", property(_decisions), raising=False)
+    exec(compile(program.replace(DOCUMENTED_URL, demo_server.url), "docs/decisions.md", "exec"), {})
+    assert re.search(r"0\.\d+", capsys.readouterr().out)
+
+
+def _decisions(client: openai.OpenAI) -> Any:
+    return SimpleNamespace(create=lambda **body: client.post("/decisions", cast_to=Decision, body=body))
 
 
 def compare(shown: Any, actual: Any, place: str) -> None:

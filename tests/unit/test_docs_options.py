@@ -20,7 +20,7 @@ from halfbyte.engine.limits import Limits
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.entrypoints import chat_template, server
 from halfbyte.entrypoints.http_metrics import HttpMetrics
-from halfbyte.entrypoints.openai import body, frontend, protocol, tokenize
+from halfbyte.entrypoints.openai import body, decision_protocol, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.scrub import MAX_MESSAGE_CHARS
@@ -34,6 +34,8 @@ MODELS: dict[str, type[BaseModel]] = {
     SHARED: protocol.GenerationFields,
     "`POST /v1/chat/completions`": protocol.ChatRequest,
     "`POST /v1/completions`": protocol.CompletionRequest,
+    "`POST /v1/systemone`": decision_protocol.SystemOneRequest,
+    "`POST /v1/decisions`": decision_protocol.DecisionsRequest,
     "`POST /tokenize`": protocol.TokenizeRequest,
     "`POST /detokenize`": protocol.DetokenizeRequest,
 }
