@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "preload": ("halfbyte.entrypoints.commands.preload", "make ahead what a start would make, and measure kernels on a GPU"),
     "bench": ("halfbyte.entrypoints.commands.bench", "measure latency, throughput, a server, its start or the kernels"),
     "calibrate": ("halfbyte.entrypoints.commands.calibrate", "measure a model once for low-precision KV caches"),
+    "decisions": ("halfbyte.entrypoints.commands.decisions", "fit temperatures of structured decisions to labelled questions"),
     "kv-eval": ("halfbyte.entrypoints.commands.kv_eval", "measure what KV cache formats cost in accuracy"),
     "support": ("halfbyte.entrypoints.commands.support", "what this build supports, on which platforms"),
     "kv-plan": ("halfbyte.entrypoints.commands.kv_plan", "what each KV format makes of a given memory"),

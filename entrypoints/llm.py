@@ -200,9 +200,12 @@ class LLM:
         name = f"decision-{self._num_decisions}"
         return as_decision(result, id=name, created=int(time.time()), model=self.info.model, with_prompts=return_prompt)
 
-    def decide_many(self, calls: Iterable[tuple[Any, Mapping[str, Any]]], *, order: str | None = None) -> list[Decided]:
-        """`decide` for many (state, questions) in one batch, with the answers as they are before they take a route's form."""
-        asked = [(read_questions(questions), Asking(state=state, order=check_order(order))) for state, questions in calls]
+    def decide_many(
+        self, calls: Iterable[tuple[Any, Mapping[str, Any], str | None]], *, order: str | None = None
+    ) -> list[Decided]:
+        """`decide` for many (state, questions, instructions) in one batch: answers before they take the form of a route."""
+        how = check_order(order)
+        asked = [(read_questions(given), Asking(state=state, instructions=text, order=how)) for state, given, text in calls]
         return decide_all(self.decider, self._maker, self._client, asked)
 
     @cached_property

@@ -23,7 +23,8 @@ class Answer:
     """One question's answer. probabilities: per option, as the question has them; they sum to 1. best: the option's index.
 
     abstained: label mass is below what was asked for. spread: the largest difference between two listings' probabilities of an
-    option; None with one listing. prompts: one per listing.
+    option; None with one listing. prompts: one per listing. listing_logprobs: per listing and option, as the model has them,
+    at temperature 1 and over the whole vocabulary.
     """
 
     question: Question
@@ -36,6 +37,7 @@ class Answer:
     num_listings: int
     spread: float | None
     prompts: list[Prompt]
+    listing_logprobs: list[list[float]]
 
     @property
     def confidence(self) -> float:
@@ -82,6 +84,7 @@ def answer(
         num_listings=len(listings),
         spread=max(max(values) - min(values) for values in by_option) if len(listings) > 1 else None,
         prompts=prompts,
+        listing_logprobs=[found.logprobs for found in scores],
     )
 
 

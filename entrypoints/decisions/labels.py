@@ -7,7 +7,7 @@ engine. Used by the readers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ class Unreadable(UserError):
 @dataclass(frozen=True, slots=True)
 class LabelTree:
     """num_replaced: so many of the prompt's last tokens are spelled anew together with a label. nodes: tokens behind the rest of
-    the prompt -> those that can come next. paths: per label, per spelling, its tokens.
+    the prompt -> those that can come next. paths: per label, per spelling that the vocabulary has, its tokens.
     """
 
     num_replaced: int
@@ -82,30 +82,43 @@ class LabelTrees:
 
     def _grow(self, tail: Path, spellings: Spellings) -> LabelTree:
         text = self._text(tail)
-        whole = [[tuple(self._tokenizer.encode(text + spelling, False)) for spelling in of_label] for of_label in spellings]
-        num_common = len(_common_start([tail, *(ids for of_label in whole for ids in of_label)]))
-        paths = [list(dict.fromkeys(ids[num_common:] for ids in of_label)) for of_label in whole]
-        self._check(paths, spellings)
+        whole = [[(spelling, tuple(self._tokenizer.encode(text + spelling, False))) for spelling in of] for of in spellings]
+        num_common = len(_common_start([tail, *(ids for of_label in whole for _, ids in of_label)]))
+        taken: dict[Path, str] = {}
+        paths: list[list[Path]] = [[] for _ in spellings]
+        numbered = [(nth, label, *spelled) for label, of in enumerate(whole) for nth, spelled in enumerate(of)]
+        for nth, label, spelling, ids in sorted(numbered):  # the labels themselves, then other spellings as far as they fit in
+            path = ids[num_common:]
+            if not path or max(path) >= self._vocab_size or _squeezed(self._text(ids)) != _squeezed(text + spelling):
+                problem: str | None = f"label {spelling!r} has no tokens of the model behind the prompt"
+            else:
+                problem = _clash(spelling, path, taken)
+            if problem is None:
+                taken[path] = spelling
+                paths[label].append(path)
+            elif not nth:
+                raise Unreadable(problem)
         nodes: dict[Path, dict[int, None]] = {}
         for path in (path for of_label in paths for path in of_label):
             for i, token in enumerate(path):
                 nodes.setdefault(path[:i], {})[token] = None
         return LabelTree(len(tail) - num_common, {node: list(children) for node, children in nodes.items()}, paths)
 
-    def _check(self, paths: list[list[Path]], spellings: Spellings) -> None:
-        """Each label has tokens that the model knows, and none begins another."""
-        owner: dict[Path, int] = {}
-        for label, of_label in enumerate(paths):
-            for path in of_label:
-                if not path or max(path) >= self._vocab_size:
-                    raise Unreadable(f"label {spellings[label][0]!r} has no tokens of the model behind the prompt")
-                if path in owner:
-                    raise Unreadable(f"labels {spellings[owner[path]][0]!r} and {spellings[label][0]!r} have the same tokens")
-                owner[path] = label
-        for path, label in owner.items():
-            for i in range(1, len(path)):
-                if (other := owner.get(path[:i])) is not None:
-                    raise Unreadable(f"the tokens of label {spellings[other][0]!r} begin those of {spellings[label][0]!r}")
+
+def _clash(spelling: str, path: Path, taken: Mapping[Path, str]) -> str | None:
+    """Why these tokens cannot be told from those that are taken."""
+    if path in taken:
+        return f"labels {taken[path]!r} and {spelling!r} have the same tokens"
+    shorter = next((path[:i] for i in range(1, len(path)) if path[:i] in taken), None)
+    if shorter is not None:
+        return f"the tokens of label {taken[shorter]!r} begin those of {spelling!r}"
+    longer = next((other for other in taken if other[: len(path)] == path), None)
+    return None if longer is None else f"the tokens of label {spelling!r} begin those of {taken[longer]!r}"
+
+
+def _squeezed(text: str) -> str:
+    """Without spaces: some tokenizers do not keep their number."""
+    return "".join(text.split())
 
 
 def _common_start(sequences: Sequence[Path]) -> Path:

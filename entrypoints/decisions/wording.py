@@ -47,7 +47,7 @@ def state_text(state: Any, indent: int | None = None) -> str:
 
 
 def question_text(question: Question, order: Sequence[int]) -> str:
-    """The question with its options as `order` lists them (indices into `question.options`), and what to reply."""
+    """The question with its options as `order` lists them (indices into `question.options`), and how to answer."""
     labels = labels_of(question)
     lines = [f"Question: {question.instructions}"] if question.instructions else []
     for place, index in enumerate(order):
@@ -55,15 +55,15 @@ def question_text(question: Question, order: Sequence[int]) -> str:
         words = [option.description] if question.type == "noul" else [option.name, option.description]
         what = " - ".join(word for word in words if word)
         lines.append(f"{label}: {what}" if what else label)
-    return "\n".join([*lines, _reply(question, labels)])
+    return "\n".join([*lines, _closing(question, labels)])
 
 
-def _reply(question: Question, labels: Sequence[str]) -> str:
+def _closing(question: Question, labels: Sequence[str]) -> str:
     match question.type:
         case "noul":
-            return "Reply with one word only, yes or no."
+            return "Answer with yes or no."
         case "score":
-            return "Reply with the number of the level that fits, and nothing else."
+            return "Answer with the number of the level that fits."
     if len(labels) <= NUM_LETTERS:
-        return "Reply with the letter of the best option, and nothing else."
-    return f"Reply with the {len(labels[0])}-digit number of the best option, and nothing else."
+        return "Answer with the letter of the best option."
+    return f"Answer with the {len(labels[0])}-digit number of the best option."

@@ -30,6 +30,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 RIGHT: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hi"},
+    "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
+    "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},
     "/tokenize": CHAT,
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -41,6 +43,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": TOOLS},
     "parallel_tool_calls": {"tools": TOOLS},
 }
+ANYTHING = {("/v1/systemone", "state")}  # is right whatever JSON it is
 AT_LEAST = 2000
 LEAKS = re.compile(rf"0x[0-9a-f]{{4,}}|Traceback|site-packages|{re.escape(str(ROOT))}|{re.escape(sys.prefix)}", re.I)
 
@@ -91,7 +94,7 @@ def test_thousands_of_different_requests_reach_every_route_and_field(session: Se
     for path in RIGHT:
         schema = document["paths"][path]["post"]["requestBody"]["content"][JSON_TYPE]["schema"]
         fields = {(path, field) for field in schema["properties"]}
-        assert fields <= taken and fields <= refused, (fields - taken, fields - refused)
+        assert fields <= taken and fields <= refused | ANYTHING, (fields - taken, fields - refused)
 
 
 def test_no_request_is_the_servers_failure(session: Session) -> None:

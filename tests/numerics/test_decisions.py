@@ -48,15 +48,25 @@ def test_labels_have_the_probabilities_of_a_generation(llm: LLM) -> None:
     labels = {"calm": ["yes", "no"], "who": ["A", "B", "C"], "mood": ["0", "1", "2"]}
     for name, entry in told.diagnostics.items():
         [prompt] = entry.prompts
-        ids = [llm.get_tokenizer().token_id(label) for label in labels[name]]
-        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=ids)
+        spellings = [dict.fromkeys((label, label.capitalize())) for label in labels[name]]
+        ids = [[llm.get_tokenizer().token_id(spelling) for spelling in of_label] for of_label in spellings]
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=sum(ids, []))
         [output] = llm.generate({"prompt_token_ids": prompt.token_ids}, params, use_tqdm=False)
         assert output.outputs[0].logprobs is not None
         position = output.outputs[0].logprobs[0]
-        chances = [math.exp(position[token].logprob) for token in ids]
+        chances = [sum(math.exp(position[token].logprob) for token in of_label) for of_label in ids]
         assert list(told.answers[name].probabilities.values()) == pytest.approx([c / sum(chances) for c in chances])
         assert entry.label_mass == pytest.approx(sum(chances))
-        assert entry.argmax_is_label is (output.outputs[0].token_ids[0] in ids)
+        assert entry.argmax_is_label is (output.outputs[0].token_ids[0] in sum(ids, []))
+
+
+def test_many_calls_in_one_batch_are_answered_as_each_alone(llm: LLM) -> None:
+    calls = [(STATE, {"calm": QUESTIONS["calm"]}, "Be strict."), ("x", {"calm": QUESTIONS["calm"]}, None)]
+    many = llm.decide_many(calls)
+    for (state, questions, instructions), found in zip(calls, many, strict=True):
+        alone = llm.decide(state, questions, instructions=instructions, return_prompt=True)
+        assert found.answers[0].probabilities == list(alone.answers["calm"].probabilities.values())
+        assert ("Be strict." in alone.diagnostics["calm"].prompts[0].text) is (instructions is not None)
 
 
 def test_f06_labels_of_several_tokens_have_the_probabilities_of_a_forced_text(llm: LLM) -> None:

@@ -8,6 +8,10 @@ from halfbyte.entrypoints.decisions.readers.next_token import NextToken
 class Lfm2(NextToken):
     state_indent = 2
 
+    def merge(self, logprobs: list[float]) -> float:
+        """A label counts with its most likely spelling."""
+        return max(logprobs)
+
     def spellings(self, label: str) -> tuple[str, ...]:
         """As it is, capitalised and in capitals; each also behind a space."""
         letters = dict.fromkeys((label, label.capitalize(), label.upper()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from halfbyte.entrypoints.decisions.labels import LabelTree, LabelTrees
@@ -13,24 +14,24 @@ from halfbyte.entrypoints.decisions.wording import label_at, labels_of, question
 
 @dataclass(frozen=True, slots=True)
 class LabelReading:
-    """options: per label of the tree, the option that it stands for."""
+    """options: per label of the tree, the option that it stands for. merge: its spellings' log probabilities to one."""
 
     prompt: Prompt
     tree: LabelTree
     options: list[int]
+    merge: Callable[[list[float]], float]
 
     def reads(self) -> list[Read]:
         return self.tree.reads(self.prompt.token_ids)
 
     def scores(self, readouts: Sequence[Readout]) -> Scores:
-        """A label that may be spelled in several ways counts with its most likely one."""
-        best = [max(spellings) for spellings in self.tree.logprobs(readouts)]
-        by_option = dict(zip(self.options, best, strict=True))
-        return Scores([by_option[option] for option in range(len(best))], self.tree.argmax_is_label(readouts))
+        found = map(self.merge, self.tree.logprobs(readouts))
+        by_option = dict(zip(self.options, found, strict=True))
+        return Scores([by_option[option] for option in range(len(by_option))], self.tree.argmax_is_label(readouts))
 
 
 class NextToken:
-    """state_indent, spellings: what models of other habits change."""
+    """state_indent, spellings, merge: what models of other habits change."""
 
     state_indent: int | None = None
 
@@ -38,8 +39,14 @@ class NextToken:
         self._prompts = prompts
         self._labels = labels
 
+    def merge(self, logprobs: list[float]) -> float:
+        """One log probability for a label, of those of its spellings: that of any of them."""
+        top = max(logprobs)
+        return top if top == -math.inf else top + math.log(math.fsum(math.exp(value - top) for value in logprobs))
+
     def spellings(self, label: str) -> tuple[str, ...]:
-        return (label,)
+        """A word may begin with a capital, as sentences do: both count."""
+        return tuple(dict.fromkeys((label, label.capitalize())))
 
     def read(self, asked: Asked) -> LabelReading:
         question = asked.question
@@ -51,4 +58,4 @@ class NextToken:
         labels = labels_of(question)
         listed = [label_at(question, labels, place, option) for place, option in enumerate(asked.order)]
         tree = self._labels.tree(prompt.token_ids, tuple(map(self.spellings, listed)))
-        return LabelReading(prompt, tree, list(asked.order))
+        return LabelReading(prompt, tree, list(asked.order), self.merge)
