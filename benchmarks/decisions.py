@@ -1,7 +1,8 @@
 """One state and eight questions: a decision beside eight chat requests of one token, on a running server of this checkout.
 
 Starts `halfbyte serve`, asks about states that nobody asked about before (cold) and again (warm), interleaved in one run, and
-prints one JSON: seconds, tokens that were computed by the server's own counters, ratios with their spread. Usage:
+prints one JSON: seconds, tokens that were computed by the server's own counters, ratios with their spread. The limit is one chat
+request with a prompt of as many tokens as the decision computes. `unshared` is a second server without prefix caching. Usage:
 
     python benchmarks/decisions.py [--model M] [--reps 7] [--state-tokens 400] [--output FILE]
 """
@@ -28,14 +29,16 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("order", "parcel", "broken", "late", "money", "twice", "please", "refund", "colour", "box", "street", "week", "stone")
 TOPICS = ("a refund", "a parcel", "a colour", "a street", "a letter", "a window", "money", "paper")
+OWN_WORDS = 170
 COMPUTED = "vllm:request_prefill_kv_computed_tokens_sum"
 
 
 class Served:
     """A server process on a free port."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *flags: str) -> None:
         command = [sys.executable, "-m", "halfbyte", "serve", model, "--port", "0", "--max-model-len", "2048"]
+        command += ["--disable-uvicorn-access-log", *flags]  # nobody reads on
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -83,26 +86,38 @@ async def chats(http: httpx.AsyncClient, state: str, *, at_once: bool) -> None:
             (await call).raise_for_status()
 
 
-async def measure(served: Served, reps: int, num_words: int) -> dict[str, Any]:
-    ways: dict[str, Callable[[httpx.AsyncClient, str], Awaitable[None]]] = {
-        "decision": decide,
-        "chats_at_once": lambda http, state: chats(http, state, at_once=True),
-        "chats_one_by_one": lambda http, state: chats(http, state, at_once=False),
+async def one_chat(http: httpx.AsyncClient, state: str) -> None:
+    """A prompt of about as many tokens as a cold decision computes: the state, and eight questions' own."""
+    text = f"{state} {' '.join(state.split()[:OWN_WORDS])}"
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0}
+    (await http.post("/v1/chat/completions", json=body)).raise_for_status()
+
+
+async def measure(served: Served, unshared: Served, reps: int, num_words: int) -> dict[str, Any]:
+    ways: dict[str, tuple[Served, Callable[[httpx.AsyncClient, str], Awaitable[None]]]] = {
+        "decision": (served, decide),
+        "limit": (served, one_chat),
+        "chats_at_once": (served, lambda http, state: chats(http, state, at_once=True)),
+        "chats_one_by_one": (served, lambda http, state: chats(http, state, at_once=False)),
+        "unshared_chats_at_once": (unshared, lambda http, state: chats(http, state, at_once=True)),
     }
     seconds: dict[str, list[float]] = {f"{name}_{when}": [] for name in ways for when in ("cold", "warm")}
     tokens: dict[str, list[float]] = {name: [] for name in seconds}
     draw = random.Random(0)
-    async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
-        for rep in range(reps + 1):  # the first is warm-up
-            for name in sorted(ways, key=lambda _: draw.random()):
-                state = " ".join(draw.choice(WORDS) for _ in range(num_words))
+    # connections are given up before the server closes them, after 5 s
+    options: dict[str, Any] = {"timeout": 120, "limits": httpx.Limits(keepalive_expiry=2.0)}
+    for rep in range(reps + 1):  # the first is warm-up
+        for name in sorted(ways, key=lambda _: draw.random()):
+            server, ask = ways[name]
+            state = " ".join(draw.choice(WORDS) for _ in range(num_words))
+            async with httpx.AsyncClient(base_url=server.url, **options) as http:
                 for when in ("cold", "warm"):
-                    before, started = served.computed_tokens(), time.perf_counter()
-                    await ways[name](http, state)
+                    before, started = server.computed_tokens(), time.perf_counter()
+                    await ask(http, state)
                     took = time.perf_counter() - started
                     if rep:
                         seconds[f"{name}_{when}"].append(took)
-                        tokens[f"{name}_{when}"].append(served.computed_tokens() - before)
+                        tokens[f"{name}_{when}"].append(server.computed_tokens() - before)
     return {"seconds": seconds, "computed_tokens": tokens}
 
 
@@ -117,17 +132,18 @@ def main() -> None:
     parser.add_argument("--state-tokens", type=int, default=400, help="words of the state, which are about as many tokens")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    served = Served(given.model)
+    servers = [Served(given.model), Served(given.model, "--no-enable-prefix-caching")]
     try:
-        found = asyncio.run(measure(served, given.reps, given.state_tokens))
+        found = asyncio.run(measure(*servers, given.reps, given.state_tokens))
     finally:
-        served.stop()
+        for server in servers:
+            server.stop()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     ratios = {
         f"{name} / decision, {when}": summary(
             [a / b for a, b in zip(found["seconds"][f"{name}_{when}"], found["seconds"][f"decision_{when}"], strict=True)]
         )
-        for name in ("chats_at_once", "chats_one_by_one")
+        for name in ("limit", "chats_at_once", "chats_one_by_one", "unshared_chats_at_once")
         for when in ("cold", "warm")
     }
     result = {
