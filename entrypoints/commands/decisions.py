@@ -182,28 +182,9 @@ def read_answers(llm: LLM, items: Sequence[Labelled], order: Order) -> list[Answ
     """An answer per item. UserError names the line of a question that this model cannot be asked."""
     started_s = time.monotonic()
     log.info("reading %d questions, order %s", len(items), order)
-    try:
-        results = llm.decide_many([(item.state, {item.place: item.spec}, item.instructions) for item in items], order=order)
-    except UserError as error:
-        raise _with_place(llm, items, order, error) from None
+    results = llm.decide_many([(item.state, {item.place: item.spec}, item.instructions) for item in items], order=order)
     log.info("read %d questions in %.1f s", len(items), time.monotonic() - started_s)
     return [result.answers[0] for result in results]
-
-
-def _with_place(llm: LLM, items: Sequence[Labelled], order: Order, error: UserError) -> UserError:
-    """The error with the line that it is about, where it is about a prompt: nothing has been computed yet."""
-    from halfbyte.entrypoints.decisions.decider import Asking
-
-    if any(repr(item.place) in str(error) for item in items):
-        return error
-    for item in items:
-        try:
-            reads = llm.decider.plan([item.question], Asking(state=item.state, instructions=item.instructions, order=order)).reads
-        except UserError as of_item:
-            return UserError(f"{item.place}: {of_item}")
-        if max(len(read.prompt_token_ids) for read in reads) > llm.info.max_model_len:
-            return UserError(f"{item.place}: {error}")
-    return error
 
 
 def samples_of(items: Sequence[Labelled], answers: Sequence[Answer]) -> dict[QuestionType, list[Sample]]:

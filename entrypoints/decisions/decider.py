@@ -129,6 +129,7 @@ class Decider:
         self.reader_name = settings.reader_for(facts.architecture)
         self.temperatures = temperatures
         self.batch_invariant = facts.batch_invariant
+        self._max_model_len = limits.max_model_len
         labels = LabelTrees(tokenizer, limits.vocab_size)
 
         def reader(limits: Limits | None) -> Reader:
@@ -181,10 +182,15 @@ class Decider:
         try:
             readings = [self._reader.read(Asked(asking.state, question, order, *shared)) for order in orders]
         except UserError as error:
-            if error.param is None:
-                raise UserError(f"question {question.id!r}: {error}", param="questions") from None
-            raise
-        return _Part(question, orders, readings, [reading.reads() for reading in readings])
+            raise UserError(f"question {question.id!r}: {error}", param=error.param or "questions") from None
+        part = _Part(question, orders, readings, [reading.reads() for reading in readings])
+        if (longest := max(len(read) for reads in part.reads for read in reads)) > self._max_model_len:
+            raise UserError(
+                f"question {question.id!r}: its prompt has {longest} tokens, but max_model_len={self._max_model_len};"
+                " shorten the state or the question",
+                param="input_tokens",
+            )
+        return part
 
 
 def _look(kind: QuestionType, reader: Reader, logprobs_mode: str) -> Support:

@@ -26,6 +26,9 @@ class Read:
     behind: tuple[int, ...]
     token_ids: list[int]
 
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.behind)
+
     @property
     def prompt_token_ids(self) -> list[int]:
         return [*self.prompt, *self.behind]

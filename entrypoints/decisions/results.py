@@ -124,7 +124,7 @@ def decided(
 
 
 def _usage(info: EngineInfo, reads: Sequence[Read], found: Sequence[Readout]) -> DecisionUsage:
-    lengths = [len(read.prompt) + len(read.behind) for read in reads]
+    lengths = list(map(len, reads))
     cached = sum(readout.num_cached_tokens for readout in found)
     cacheable = sum(length // info.block_size * info.block_size for length in lengths) if info.enable_prefix_caching else 0
     return DecisionUsage(

@@ -33,9 +33,8 @@ async def decide(
     decider, engine = frontend.decider, frontend.engine
     size = len(questions) * (1000 + len(msgspec.json.encode(asking.state)))
     plan = await frontend.beside.run(partial(decider.plan, questions, asking), size)
-    call.num_prompt_tokens = sum(len(read.prompt) + len(read.behind) for read in plan.reads)
-    longest = max(len(read.prompt) + len(read.behind) for read in plan.reads)
-    engine.admit(min(READS_AT_ONCE, len(plan.reads)), longest)
+    call.num_prompt_tokens = sum(map(len, plan.reads))
+    engine.admit(min(READS_AT_ONCE, len(plan.reads)), max(map(len, plan.reads)))
     readouts = await _read_all(frontend, plan.reads, priority, cache_salt)
     call.num_completion_tokens = len(readouts)
     call.finish_reasons.add("read")

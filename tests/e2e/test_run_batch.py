@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--max-model-len", "512", "--kv-cache-memory-bytes", "64M")
 LIMIT_S = 90.0
+PREDICATE = {"type": "predicate", "instructions": "It is wet."}
+DECISION = {"model": "", "input": "It rains.", "questions": [PREDICATE]}
 
 
 def documented_lines() -> list[str]:
@@ -55,28 +57,35 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         completion("hot", "x", temperature=7),
         completion("paris", "The capital of France is", n=2, temperature=1, seed=3),
         chat("france again", "What is the capital of France?"),
+        line("judge", "/v1/systemone", state="It rains.", questions={"wet": {"type": "noul", "instructions": "Is it wet?"}}),
+        line("open judge", "/v1/decisions", model="", input="It rains.", questions=[PREDICATE], temperature=0),
+        json.dumps({"custom_id": "decide", "method": "POST", "url": "/v1/decisions", "body": DECISION}),
     ]
     source.write_text("\n".join(lines), encoding="utf-8")
     run = start("-i", str(source), "-o", str(target), "--max-concurrent-lines", "5")
     _, err = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, err.decode()
-    assert re.search(r"^12 lines in \d+\.\d s, 2 failed$", err.decode(), re.M)
+    assert re.search(r"^15 lines in \d+\.\d s, 3 failed$", err.decode(), re.M)
     answers = [json.loads(text) for text in target.read_text(encoding="utf-8").splitlines()]
     ids = [answer["custom_id"] for answer in answers]
-    assert ids == ["france", "water", "long", None, *(f"count-{n}" for n in range(5)), "hot", "paris", "france again"]
+    assert ids == ["france", "water", "long", None, *(f"count-{n}" for n in range(5)), "hot", "paris", "france again"] + [
+        *("judge", "open judge", "decide")
+    ]
     by_id = {answer["custom_id"]: answer for answer in answers}
     assert "line 4 is not a JSON object" in by_id[None]["error"]["message"] and by_id[None]["response"] is None
     assert by_id["hot"]["response"]["status_code"] == 400
     assert by_id["hot"]["error"] == by_id["hot"]["response"]["body"]["error"]
     bodies = {name: answer["response"]["body"] for name, answer in by_id.items() if answer["error"] is None}
-    assert len(bodies) == 10
+    assert len(bodies) == 12
+    assert by_id["open judge"]["response"]["status_code"] == 400, "/v1/decisions takes no temperature"
+    assert 0 < bodies["judge"]["answers"]["wet"]["noul"] < 1 and 0 < bodies.pop("decide")["answers"][0]["probability"] < 1
     assert "Paris" in bodies["france"]["choices"][0]["message"]["content"]
     assert bodies["france again"]["choices"] == bodies["france"]["choices"]
     assert bodies["long"]["usage"]["completion_tokens"] == 40
     assert len(bodies["paris"]["choices"]) == 2
     assert bodies["count-1"]["choices"][0]["text"].startswith(" 4")
     for answer in answers:
-        if answer["error"] is None:
+        if answer["custom_id"] in bodies:
             request_id = answer["response"]["request_id"]
             assert answer["id"] == f"halfbyte-{request_id}" and answer["response"]["body"]["id"].endswith(f"-{request_id}")
 

@@ -109,6 +109,6 @@ def test_f07_a_prompt_may_fill_the_context() -> None:
         room = 256 - len(empty.diagnostics["calm"].prompts[0].token_ids)
         full = one.decide(" a" * (1 + room), questions)
         assert full.usage.input_tokens == 256
-        with pytest.raises(UserError, match="257 tokens, but max_model_len=256"):
+        with pytest.raises(UserError, match="question 'calm': its prompt has 257 tokens, but max_model_len=256"):
             one.decide(" a" * (2 + room), questions)
         assert repr(one.decide(" a" * (1 + room), questions).answers) == repr(full.answers)

@@ -363,19 +363,3 @@ def test_an_engine_that_fails_is_closed(llms: list[FakeLLM], write: Callable[...
     with pytest.raises(UserError, match="question 'line 2': 3 options"):
         run(write(*many()))
     assert llms[0].closed
-
-
-def test_a_prompt_that_is_too_long_is_named(
-    llms: list[FakeLLM], write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: FakeLLM, calls: Any, order: str) -> list[Any]:
-        raise UserError("the prompt has 200 tokens, but max_model_len=100", param="prompt")
-
-    def plan(questions: list[Any], asking: Any) -> Any:
-        length = 200 if asking.state.get("n") == 4 else 50
-        return SimpleNamespace(reads=[SimpleNamespace(prompt_token_ids=[0] * length)])
-
-    monkeypatch.setattr(FakeLLM, "decide_many", refuse)
-    monkeypatch.setattr(FakeLLM, "decider", SimpleNamespace(plan=plan), raising=False)
-    with pytest.raises(UserError, match="^line 5: the prompt has 200 tokens"):
-        run(write(*many()))
