@@ -34,8 +34,10 @@ MAX_CHOICES, GRANTED_CHOICES = 20, 16384
 # What the demo model has no tokens for, and the fields that may ask it to write that: it finds out in the midst of its answer.
 UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
 ASKING = ("response_format", "structured_outputs", "tools")
-# How many values are drawn: for a whole body, for a field, and more for a field with a long schema.
+# How many values are drawn: for a whole body, for a field, and more for a field with a long schema. Each costs the more, the
+# longer the schema is: hence at most so many that they come to MOST_CHARS together, or LEAST.
 PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 60
+MOST_CHARS, LEAST = 100_000, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _writable(value: Any) -> Any:
 @cache
 def _values(described: str, most: int) -> list[Any]:
     """Values that fit a schema (JSON text) and its likely form, and values that break it. Bytes are no JSON at all."""
-    schema = json.loads(described)
+    schema, most = json.loads(described), max(LEAST, min(most, MOST_CHARS // len(described)))
     return [
         *_generate(_likely(schema), GenerationMode.POSITIVE, most),
         *_generate(schema, GenerationMode.POSITIVE, most // 2),
