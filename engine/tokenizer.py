@@ -89,8 +89,8 @@ class Tokenizer:
     def quote_special(self, text: str) -> str:
         """`text` with a SEAM inside each spelling of a special token: `encode(seams=True)` then reads it as ordinary text."""
         text = text.replace(SEAM, "\N{REPLACEMENT CHARACTER}")
-        by_length, first = self._special_spellings
-        candidates = () if first is None else (match.start() for match in first.finditer(text))
+        by_length, pairs = self._special_spellings
+        candidates = () if pairs is None else (match.start() for match in pairs.finditer(text))
         starts = [at for at in candidates if any(text[at : at + length] in group for length, group in by_length.items())]
         pieces = [text[start + 1 : end + 1] for start, end in zip([-1, *starts], [*starts, len(text)], strict=True)]
         return SEAM.join(pieces)
@@ -134,13 +134,16 @@ class Tokenizer:
 
     @cached_property
     def _special_spellings(self) -> tuple[dict[int, set[str]], re.Pattern[str] | None]:
-        """Special tokens' texts by length, and what finds the characters that they begin with; None where there are none."""
+        """Special tokens' texts by length, and what finds a pair that one begins with; None where there are none."""
         by_length: dict[int, set[str]] = {}
         for text in (self._added_texts[token_id] for token_id in self.special_ids):
             if len(text) > 1:
                 by_length.setdefault(len(text), set()).add(text)
-        first = "".join(re.escape(char) for char in sorted({text[0] for group in by_length.values() for text in group}))
-        return by_length, re.compile(f"[{first}]") if first else None
+        second_of: dict[str, set[str]] = {}
+        for text in (text for group in by_length.values() for text in group):
+            second_of.setdefault(re.escape(text[0]), set()).add(re.escape(text[1]))
+        starts = [f"{first}(?=[{''.join(sorted(seconds))}])" for first, seconds in sorted(second_of.items())]
+        return by_length, re.compile("|".join(starts)) if starts else None
 
     @cached_property
     def _affixes_of_backend(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
