@@ -11,6 +11,7 @@ from halfbyte.entrypoints.decisions.results import as_decision
 from halfbyte.entrypoints.openai.decision_protocol import SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.reads import decide
+from halfbyte.entrypoints.openai.refused import refuse_unsupported
 from halfbyte.entrypoints.openai.responses import to_json
 from halfbyte.errors import UserError
 
@@ -19,6 +20,7 @@ async def create(frontend: Frontend, call: Call, request: SystemOneRequest) -> R
     call.use_body_label(request.request_id)
     model = frontend.served_model(request.model)
     frontend.require_serving()
+    refuse_unsupported(request.model_extra)
     frontend.decider.require_some()
     for name in ("images", "audio", "videos"):
         if getattr(request, name):

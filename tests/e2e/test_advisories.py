@@ -28,18 +28,18 @@ V = config_from_files(locate("smollm2-135m"), {}).vocab_size
 SECRET = "open-sesame"
 KEY = {"authorization": f"Bearer {SECRET}"}
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
-GENERATE = (COMPLETIONS, CHAT)
-TEMPLATED = (CHAT, TOKENIZE)
+GENERATE, TEMPLATED = (COMPLETIONS, CHAT), (CHAT, TOKENIZE)
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 1, "temperature": 0},
     CHAT: {"messages": HELLO, "max_tokens": 1, "temperature": 0},
+    "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
+    "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},
     TOKENIZE: {"messages": HELLO},
     DETOKENIZE: {"tokens": [1, 2]},
 }
 ROUTES = {("POST", p) for p in (*BODIES, "/ping")} | {("GET", p) for p in ("/v1/models", *PUBLIC_PATHS)}
-# One client, a connection per request.
-HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))  # a connection per request
 LEAKS = re.compile(r"0x[0-9a-f]{4,}|Traceback|site-packages|\.py\b|/(?:home|root|usr|tmp|work)/", re.I)
 
 
@@ -164,7 +164,7 @@ def test_no_field_takes_an_internal_handle(demo_server: Server) -> None:
         for path, field in fields_of_bodies(demo_server):
             for value in (handle, [handle], {"x": handle}):
                 answer = post(demo_server, path, BODIES[path] | {field: value})
-                free = field in ("chat_template_kwargs", "documents", "messages")
+                free = field in ("chat_template_kwargs", "documents", "messages", "state")
                 assert answer.status_code == 200 and free or not complaint(answer), f"{path} {field}: {answer.text[:200]}"
     check_alive(demo_server)
 

@@ -20,6 +20,8 @@ from halfbyte.model_runner.source import locate
 V = config_from_files(locate("smollm2-135m"), {}).vocab_size
 INT_EDGES = [-(2**63) - 1, 2**63, 1e309, 1.5, True, "7", [], {}]
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+NOUL: dict[str, Any] = {"type": "noul"}
+PREDICATE: dict[str, Any] = {"type": "predicate", "instructions": "It is."}
 COMPLETION = {"prompt": "Hi", "max_tokens": 2}
 GENERATE = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 
@@ -84,10 +86,40 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
         "tools": [[], [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]],
         "response_format": [{"type": "json_schema"}, {"type": "nonsense"}],
     },
+    "/v1/systemone": {
+        "questions": [
+            {},
+            [],
+            None,
+            {"": NOUL},
+            {"q": {"type": "rank"}},
+            {"q": NOUL | {"n": 1}},
+            {"q": {"type": "choice", "criteria": {str(i): None for i in range(256)}}},
+            {"q": {"type": "score", "criteria": ["a", "a"]}},
+            {str(i): NOUL for i in range(65)},
+        ],
+        "state": ["x" * 1_000_000],
+        "images": [["data:image/png;base64,AAAA"]],
+        "min_label_mass": [-1, 2, "x"],
+        "priority": [1, *INT_EDGES],
+        "cache_salt": ["", "a/b", "x" * 129, 5],
+        "chat_template_kwargs": [{"tokenize": 1}, {"enable_thinking": True}],
+    },
+    "/v1/decisions": {
+        "questions": [[], {}, None, [PREDICATE | {"name": None}], [PREDICATE | {"x": 1}], [PREDICATE] * 65],
+        "input": ["x" * 1_000_000, [], 5, [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]],
+        "unknown": [1],
+    },
     "/tokenize": {"prompt": [None, 5, ["a"]], "messages": [[], "x", 5]},
     "/detokenize": {"tokens": [[-1], [2**63], [2**64], ["a"], "abc", None, [1.5], [V + 10**6]]},
 }
-BODIES: dict[str, dict[str, Any]] = {**GENERATE, "/tokenize": {"prompt": "Hi"}, "/detokenize": {"tokens": [1, 2]}}
+BODIES: dict[str, dict[str, Any]] = {
+    **GENERATE,
+    "/v1/systemone": {"state": "Hi", "questions": {"q": NOUL}},
+    "/v1/decisions": {"model": "", "input": "Hi", "questions": [PREDICATE]},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1, 2]},
+}
 
 
 def cases() -> Iterator[tuple[str, str, Any]]:

@@ -15,10 +15,13 @@ from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 
 Server = Any
 V = 260  # width of the logits
+LONGEST = 128  # max_model_len, so that a decision's prompt of bytes fits
 CHAT = [{"role": "user", "content": "Hi"}]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
+    "/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}},
+    "/v1/decisions": {"model": "scripted", "input": "x", "questions": [{"type": "predicate", "instructions": ""}]},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -40,7 +43,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
     "repetition_penalty": [0, -1],
-    "max_tokens": [0, -1, 65, 2**31],
+    "max_tokens": [0, -1, LONGEST + 1, 2**31],
     "min_tokens": [-1, 3, 2**31],
     "stop": [["a"] * 5, [""], "", [1], {"a": 1}],
     "stop_token_ids": [[V], [-1], [2**31], ["a"], [True], [1.5]],
@@ -50,7 +53,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "prompt_logprobs": [-2, 6, 2**32 + 1],
     "logprob_token_ids": [[1] * 129, [V], [-1]],
     "cache_salt": ["", "a/b", "a\\b", "a@b", "a\x00b", "x" * 129, "x" * 10_000],
-    "truncate_prompt_tokens": [-2, 65, 2**31],
+    "truncate_prompt_tokens": [-2, LONGEST + 1, 2**31],
     "truncation_side": ["middle", 1],
     "stream_options": [{"include_usage": True}],
     "prompt_embeds": ["AAAA"],
@@ -77,14 +80,30 @@ ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
         "top_logprobs": [1, 6, -2, 2**32 + 1],
         "chat_template": ["{{ messages }}"],
         "chat_template_kwargs": [{name: 1} for name in ("tokenize", "chat_template", "return_tensors", "conversation", "tools")],
-        "max_completion_tokens": [0, -1, 65],
+        "max_completion_tokens": [0, -1, LONGEST + 1],
         "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
         "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
         "reasoning_effort": ["extreme", 5],
     },
+    "/v1/systemone": {
+        "state": ["x" * 100_000],
+        "questions": [{}, {"": {"type": "noul"}}, {"q": {"type": "rank"}}, {str(i): {"type": "noul"} for i in range(65)}],
+        "order": ["", "random"], "min_label_mass": [-0.1, 1.1], "images": [["x"]], "cache_salt": ["", "a/b", "x" * 129],
+        "chat_template_kwargs": [{"messages": 1}, {"enable_thinking": True}],
+    },
+    "/v1/decisions": {
+        "input": ["x" * 100_000, [], [{"role": "tool", "content": "x"}]],
+        "questions": [[], [{}], [{"type": "predicate"}], [{"type": "predicate", "instructions": "", "name": None}]],
+        "order": ["", "random"], "min_label_mass": [-0.1, 1.1], "unknown": [1, None], "safety_identifier": ["x" * 129],
+    },
     "/tokenize": {"prompt": [None, "x" * 100_000], "messages": [[], "x", 5]},
     "/detokenize": {"tokens": [None, [-1], [264], [2**63], [2**64], ["a"], [1.5], [True], [1] * 70_000]},
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(start_scripted: Callable[..., Server]) -> Server:
+    return start_scripted(info={"max_model_len": LONGEST}, enable_prompt_tokens_details=True)
 
 
 def complaint(answer: httpx.Response, status: int = 400) -> str:
@@ -228,11 +247,12 @@ def test_sequences_are_counted_over_all_prompts(shared: Server) -> None:
 
 
 def test_truncation(shared: Server) -> None:
-    body = {"prompt": list(range(70)), "max_tokens": 1, "return_token_ids": True}
+    count = LONGEST + 6
+    body = {"prompt": list(range(count)), "max_tokens": 1, "return_token_ids": True}
     for fields, kept in (
-        ({"truncate_prompt_tokens": 5}, list(range(65, 70))),
+        ({"truncate_prompt_tokens": 5}, list(range(count - 5, count))),
         ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, list(range(5))),
-        ({"truncate_prompt_tokens": -1}, list(range(7, 70))),
+        ({"truncate_prompt_tokens": -1}, list(range(7, count))),
     ):
         assert shared.post("/v1/completions", body | fields).json()["choices"][0]["prompt_token_ids"] == kept
 
