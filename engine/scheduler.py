@@ -41,7 +41,7 @@ from halfbyte.types import (
 log = logging.getLogger(__name__)
 
 # A prefix that another request is computing is waited for when it is at least so long. On an accelerator a shorter one costs less
-# than a step's delay; on a CPU, whose steps take as long as their tokens do, every block is worth it.
+# than a step's delay (reckoned, not measured); on a CPU, whose steps take as long as their tokens do, every block is worth it.
 WORTH_WAITING_TOKENS = 256
 
 

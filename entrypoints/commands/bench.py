@@ -5,11 +5,10 @@ Knows no flags, and imports a kind only when it runs.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from importlib import import_module
 
-from halfbyte.entrypoints.flags import UsageError
+from halfbyte.entrypoints.commands.kinds import choose_kind
 
 # kind -> (its module, what it measures)
 KINDS: dict[str, tuple[str, str]] = {
@@ -22,19 +21,9 @@ KINDS: dict[str, tuple[str, str]] = {
 
 
 def run(argv: Sequence[str]) -> int:
-    kind, *words = argv or [""]
-    if kind in ("-h", "--help", "help"):
-        print(_help())
+    chosen = choose_kind("bench", {kind: does for kind, (_, does) in KINDS.items()}, argv)
+    if chosen is None:
         return 0
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        asked = f"unknown kind {kind!r}" if kind and not kind.startswith("-") else "bench needs a kind"
-        raise UsageError(f"{asked}; did you mean {near[0]}?" if near else f"{asked}: halfbyte bench {'|'.join(KINDS)}")
+    kind, words = chosen
     code: int = import_module(KINDS[kind][0]).run(words)
     return code
-
-
-def _help() -> str:
-    rows = [f"  {name:<12} {does}" for name, (_, does) in KINDS.items()]
-    last = "`halfbyte bench KIND --help` shows a kind's flags; --log-level is in each of them."
-    return "\n".join(["usage: halfbyte bench KIND [flags]", "", *rows, "", last])

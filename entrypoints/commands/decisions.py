@@ -6,7 +6,6 @@ terminal and files; the arithmetic is `halfbyte.entrypoints.decisions.calibratio
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from halfbyte import __version__
 from halfbyte.entrypoints.bench.results import environment, save
 from halfbyte.entrypoints.chat_template import read_template
+from halfbyte.entrypoints.commands.kinds import choose_kind
 from halfbyte.entrypoints.decisions import calibration, plot
 from halfbyte.entrypoints.decisions.answers import Answer
 from halfbyte.entrypoints.decisions.calibration import Calibration, Estimate, Metrics, Sample, TypeResult
@@ -135,15 +135,8 @@ class Report:
 
 
 def run(argv: Sequence[str]) -> int:
-    kind, *words = argv or [""]
-    if kind in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        asked = f"unknown kind {kind!r}" if kind and not kind.startswith("-") else "decisions needs a kind"
-        raise UsageError(f"{asked}; did you mean {near[0]}?" if near else f"{asked}: halfbyte decisions {'|'.join(KINDS)}")
-    return run_calibrate(words)
+    chosen = choose_kind("decisions", KINDS, argv)
+    return 0 if chosen is None else run_calibrate(chosen[1])
 
 
 def run_calibrate(argv: Sequence[str]) -> int:
@@ -349,9 +342,3 @@ def use_line(model: str, job: Job) -> str:
     flags = [*template, "--decisions-config", json.dumps(reader | {"temperatures": name})]
     how = f"use it: halfbyte serve {shlex.join([model, *flags])}, or put it beside the model as {FILE_NAME}"
     return how if job.output is not None else f"no temperatures were written; with --output {FILE_NAME}, {how}"
-
-
-def _help() -> str:
-    rows = [f"  {name:<12} {does}" for name, does in KINDS.items()]
-    last = "`halfbyte decisions KIND --help` shows a kind's flags; --log-level is in each of them."
-    return "\n".join(["usage: halfbyte decisions KIND [flags]", "", *rows, "", last])

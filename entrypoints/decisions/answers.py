@@ -34,10 +34,13 @@ class Answer:
     argmax_is_label: bool
     temperature: float
     abstained: bool
-    num_listings: int
     spread: float | None
     prompts: list[Prompt]
     listing_logprobs: list[list[float]]
+
+    @property
+    def num_listings(self) -> int:
+        return len(self.listing_logprobs)
 
     @property
     def confidence(self) -> float:
@@ -81,7 +84,6 @@ def answer(
         argmax_is_label=all(found.argmax_is_label for found in scores),
         temperature=temperature,
         abstained=label_mass < min_label_mass,
-        num_listings=len(listings),
         spread=max(max(values) - min(values) for values in by_option) if len(listings) > 1 else None,
         prompts=prompts,
         listing_logprobs=[found.logprobs for found in scores],

@@ -136,8 +136,8 @@ class Decider:
             prompts = PromptMaker(template, tokenizer, limits, template_kwargs=template_kwargs, reasoning=reasoning)
             return make_reader(self.reader_name, prompts, labels)
 
-        self._reader = reader(limits)
-        self.support = {kind: _look(kind, reader(None), facts.logprobs_mode) for kind in TYPES}
+        self._reader, probe = reader(limits), reader(None)
+        self.support = {kind: _look(kind, probe, facts.logprobs_mode) for kind in TYPES}
 
     def describe(self) -> dict[str, Any]:
         """What it supports, as JSON: of each type the most options, or the reason why there are none."""

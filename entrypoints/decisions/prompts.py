@@ -85,7 +85,8 @@ class PromptMaker:
         if not places:
             return 0
         part = self._tokenizer.quote_special(shared[: places[-1].end()])
-        return text.find(part) + len(part) if part in text else 0
+        start = text.find(part)
+        return 0 if start < 0 else start + len(part)
 
     def _without_thought(self, text: str) -> str:
         """The prompt with an empty thought where the template opens one, or the model would."""

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from halfbyte.entrypoints.decisions.answers import Answer
 from halfbyte.entrypoints.decisions.decider import Decider
+from halfbyte.entrypoints.decisions.prompts import Prompt
 from halfbyte.entrypoints.decisions.reading import Read, Readout
 from halfbyte.types import EngineInfo
 
@@ -70,11 +71,6 @@ class ScoreAnswer(msgspec.Struct, kw_only=True):
     abstained: bool
 
 
-class PromptRead(msgspec.Struct):
-    text: str
-    token_ids: list[int]
-
-
 class Diagnostics(msgspec.Struct, kw_only=True):
     """label_mass: how much of all probability is on the labels. argmax_is_label: the model's own first choice is one.
 
@@ -87,7 +83,7 @@ class Diagnostics(msgspec.Struct, kw_only=True):
     temperature: float
     num_orders: int
     spread: float | UnsetType = UNSET
-    prompts: list[PromptRead] | UnsetType = UNSET
+    prompts: list[Prompt] | UnsetType = UNSET
 
 
 class Decision(msgspec.Struct, kw_only=True):
@@ -156,7 +152,7 @@ def diagnostics(found: Answer, with_prompts: bool) -> Diagnostics:
         temperature=found.temperature,
         num_orders=found.num_listings,
         spread=UNSET if found.spread is None else found.spread,
-        prompts=[PromptRead(prompt.text, prompt.token_ids) for prompt in found.prompts] if with_prompts else UNSET,
+        prompts=found.prompts if with_prompts else UNSET,
     )
 
 

@@ -1,4 +1,4 @@
-"""How a question is put to a model in words: the state, the question, its options with their labels, and what to reply.
+"""How a question is put to a model in words: the state, the question, its options with their labels, and how to answer.
 
 The sentences are part of what a temperature was fitted to: a change of them asks for new measurements. Knows texts only; called
 by the readers.

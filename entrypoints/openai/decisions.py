@@ -9,7 +9,6 @@ import json
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from halfbyte.entrypoints.decisions.answers import Answer
@@ -80,7 +79,7 @@ class Decisions(msgspec.Struct, kw_only=True):
     usage: DecisionUsage
     diagnostics: list[Diagnostics]
     repeatable: bool
-    temperatures_from: str | None | UnsetType = UNSET
+    temperatures_from: str | None
 
 
 async def create(frontend: Frontend, call: Call, request: DecisionsRequest) -> Response:
