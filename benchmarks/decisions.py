@@ -26,6 +26,9 @@ from typing import Any
 
 import httpx
 
+from halfbyte.entrypoints.decisions.questions import read_questions
+from halfbyte.entrypoints.decisions.wording import question_text
+
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("order", "parcel", "broken", "late", "money", "twice", "please", "refund", "colour", "box", "street", "week", "stone")
 TOPICS = ("a refund", "a parcel", "a colour", "a street", "a letter", "a window", "money", "paper")
@@ -68,8 +71,8 @@ async def decide(http: httpx.AsyncClient, state: str) -> None:
 async def chats(http: httpx.AsyncClient, state: str, *, at_once: bool) -> None:
     """The same questions as conversations, whose first token's log probabilities are returned."""
     calls = []
-    for question in questions().values():
-        text = f"{state}\n\nQuestion: {question['instructions']}\nyes\nno\nReply with one word only, yes or no."
+    for question in read_questions(questions()):
+        text = f"{state}\n\n{question_text(question, (0, 1))}"
         body = {
             "messages": [{"role": "user", "content": text}],
             "max_tokens": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import tokenizers
@@ -173,15 +174,26 @@ def test_what_clients_spell_of_control_tokens_is_text() -> None:
     assert [i in tokenizer.special_ids for i in ids].count(True) == 3
 
 
-def test_a_long_state_is_tokenised_as_ever() -> None:
+def test_a_long_state_is_tokenised_once_and_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer("harbour", "the ", " boats")
     words = ["the", "harbour", "<|end|>", "boats", "Ünder", "x."]
     draw = random.Random(7)
     state = " ".join(draw.choice(words) for _ in range(LONG_CHARS))
     prompts = PromptMaker(lambda: ChatTemplate.for_tokenizer(tokenizer), tokenizer, Limits(400, 10**6, 20))
+    encoded: list[int] = []
+    encode = tokenizer.encode
+
+    def counting(text: str, *given: Any, **more: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, *given, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", counting)
     for ending in ("\n\nQuestion: why?", " boats", ""):
         messages = [{"role": "user", "content": state + ending}]
         assert prompts.make(messages, shared=state) == prompts.make(messages)
+    encoded.clear()
+    prompts.make([{"role": "user", "content": f"{state} and more"}], shared=state)
+    assert sum(encoded) < LONG_CHARS < len(state), "the beginning is known by now"
 
 
 @pytest.mark.parametrize("text", ["x" * 3 * LONG_CHARS, " \n" * LONG_CHARS, "Ünder " * LONG_CHARS])
