@@ -6,22 +6,19 @@ parser's to say (`halfbyte.entrypoints.answers`); whole answers and streams are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.answers.events import CallArguments, CallStart, Content, Event, Reasoning
-from halfbyte.entrypoints.answers.parser import AnswerParser
-from halfbyte.entrypoints.answers.thought_tokens import ThoughtTokens
 from halfbyte.entrypoints.openai import templates
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally
 from halfbyte.entrypoints.openai.chunks import chunk_events
-from halfbyte.entrypoints.openai.constraints import AnswerPlan
+from halfbyte.entrypoints.openai.conversation import AnswerReader, Conversation
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from halfbyte.entrypoints.openai.prompts import Prompt
 from halfbyte.entrypoints.openai.protocol import ChatRequest
-from halfbyte.entrypoints.openai.responses import (
+from halfbyte.entrypoints.openai.streaming import Closeable
+from halfbyte.entrypoints.openai.wire import (
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -33,66 +30,29 @@ from halfbyte.entrypoints.openai.responses import (
     ToolCall,
     ToolCallDelta,
 )
-from halfbyte.entrypoints.openai.streaming import Closeable
 from halfbyte.types import TokenLogprobs
-
-
-@dataclass(slots=True)
-class _Reading:
-    """One choice while it is read. parser: None when all of its text is content."""
-
-    parser: AnswerParser | None
-    thoughts: ThoughtTokens | None
-    call_ids: list[str] = field(default_factory=list)
-
-    def read(self, text: str, finish_reason: str | None) -> list[Event]:
-        """What more text means; all that is left of it when the engine has finished."""
-        if self.parser is None:
-            return [Content(text)] if text else []
-        events = self.parser.feed(text) if text else []
-        return events if finish_reason is None else events + self.parser.finish(was_cut=finish_reason != "stop")
 
 
 class ChatWriter:
     """Turns deltas into the answer to one request."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        call: Call,
-        request: ChatRequest,
-        model: str,
-        prompt: Prompt,
-        plan: AnswerPlan,
-        tally: Tally,
-    ) -> None:
+    def __init__(self, frontend: Frontend, call: Call, conversation: Conversation, tally: Tally) -> None:
+        request = conversation.request
         self.n = request.n or 1
         self._frontend = frontend
         self._call = call
         self._request = request
-        self._model = model
-        self._prompt = prompt
-        self._plan = plan
+        self._model = conversation.model
+        self._prompt = conversation.prompt
+        self._plan = conversation.plan
         self._tally = tally
         self._role = frontend.config.response_role if templates.adds_generation_prompt(request) else _last_role(request)
         self._echo = _echoed_content(request, self._role) if request.echo else ""
         self._names = TokenNames(frontend.engine.tokenizer, bool(request.return_tokens_as_token_ids))
-        self._shows_reasoning = request.include_reasoning is not False
         # Hidden thoughts are not told token by token either.
-        self._shows_tokens = self._shows_reasoning or plan.thinking is None
+        self._shows_tokens = request.include_reasoning is not False or self._plan.thinking is None
         self._started = False
-        # Where thoughts end by a pattern of text, tokens cannot be told apart.
-        counted = plan.thinking if plan.thinking is not None and plan.thinking.end_ids else None
-        tally.num_reasoning_tokens = None if counted is None else 0
-        self._readings = [
-            _Reading(plan.parser(), None if counted is None else ThoughtTokens(counted, frontend.engine.tokenizer.token_bytes))
-            for _ in range(self.n)
-        ]
-
-    @property
-    def marks(self) -> Mapping[int, str] | None:
-        """The tokens that the parsers want to see as marks."""
-        return None if self._readings[0].parser is None else self._frontend.answers.marks.by_token
+        self._readers = [AnswerReader(conversation, tally) for _ in range(self.n)]
 
     def whole(self, choices: Sequence[GrowingChoice]) -> ChatCompletion:
         request, tokenizer = self._request, self._frontend.engine.tokenizer
@@ -110,19 +70,18 @@ class ChatWriter:
         )
 
     def _choice(self, index: int, choice: GrowingChoice) -> ChatChoice:
-        reading = self._readings[index]
-        self._count_thoughts(reading, choice.token_ids)
-        message = self._message(reading, self._shown(reading.read(choice.text, choice.finish_reason)))
+        reader = self._readers[index]
+        message = self._message(reader.read(choice.text, choice.token_ids, choice.finish_reason))
         return ChatChoice(
             index=index,
             message=message,
             logprobs=self._logprobs(choice.token_ids, choice.token_texts, choice.logprobs),
-            finish_reason=self._finish_reason(reading, choice.finish_reason),
+            finish_reason=self._finish_reason(reader, choice.finish_reason),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._request.return_token_ids and self._shows_tokens else None,
         )
 
-    def _message(self, reading: _Reading, events: Iterable[Event]) -> ChatMessage:
+    def _message(self, events: Iterable[Event]) -> ChatMessage:
         contents, thoughts, calls = [self._echo], [], list[ToolCall]()
         for event in events:
             match event:
@@ -131,7 +90,7 @@ class ChatWriter:
                 case Reasoning():
                     thoughts.append(event.text)
                 case CallStart():
-                    calls.append(ToolCall(id=self._call_id(reading, event), function=CalledFunction("", event.name)))
+                    calls.append(ToolCall(id=event.call_id or "", function=CalledFunction("", event.name)))
                 case CallArguments():
                     calls[event.index].function.arguments += event.text
         message = ChatMessage(role=self._role, content="".join(contents))
@@ -165,12 +124,11 @@ class ChatWriter:
         return chunks
 
     def _next(self, delta: SequenceDelta) -> list[ChatChunk]:
-        request, reading = self._request, self._readings[delta.index]
-        self._count_thoughts(reading, delta.token_ids)
-        deltas = self._deltas(reading, self._shown(reading.read(delta.text, delta.finish_reason)))
+        request, reader = self._request, self._readers[delta.index]
+        deltas = self._deltas(reader.read(delta.text, delta.token_ids, delta.finish_reason))
         tells_tokens = bool(delta.token_ids) and self._shows_tokens and (request.logprobs or request.return_token_ids)
         if tells_tokens and not deltas:
-            deltas = [ChatDelta() if reading.parser is not None else ChatDelta(content="")]
+            deltas = [ChatDelta() if reader.parser is not None else ChatDelta(content="")]
         choices = [ChatChunkChoice(index=delta.index, delta=piece) for piece in deltas]
         if tells_tokens:
             choices[0].logprobs = self._logprobs(delta.token_ids, delta.token_texts, delta.logprobs)
@@ -178,11 +136,11 @@ class ChatWriter:
                 choices[0].token_ids = delta.token_ids
         if delta.finish_reason is not None:
             last = ChatChunkChoice(index=delta.index, delta=ChatDelta())
-            last.finish_reason, last.stop_reason = self._finish_reason(reading, delta.finish_reason), delta.stop_reason
+            last.finish_reason, last.stop_reason = self._finish_reason(reader, delta.finish_reason), delta.stop_reason
             choices.append(last)
         return [self._chunk(choice) for choice in choices]
 
-    def _deltas(self, reading: _Reading, events: Iterable[Event]) -> list[ChatDelta]:
+    def _deltas(self, events: Iterable[Event]) -> list[ChatDelta]:
         """As few as can be: thoughts, content and calls share one where they come in this order."""
         deltas: list[ChatDelta] = []
         at = len(_KINDS)
@@ -198,35 +156,17 @@ class ChatWriter:
                 case Content():
                     delta.content = (delta.content or "") + event.text
                 case CallStart():
-                    call_id = self._call_id(reading, event)
-                    begun = ToolCallDelta(index=event.index, id=call_id, type="function", function=CalledFunction("", event.name))
+                    function = CalledFunction("", event.name)
+                    begun = ToolCallDelta(index=event.index, id=event.call_id or "", type="function", function=function)
                     delta.tool_calls = [*(delta.tool_calls or ()), begun]
                 case CallArguments():
                     delta.tool_calls = _grown(delta.tool_calls or [], event)
         return deltas
 
-    def _shown(self, events: Iterable[Event]) -> list[Event]:
-        """What the request wants to hear of: no thoughts, or one call only, where it says so."""
-        hides_calls = self._plan.use.mode != "none" and not self._plan.use.parallel
-        return [
-            event
-            for event in events
-            if not (isinstance(event, Reasoning) and not self._shows_reasoning)
-            and not (isinstance(event, (CallStart, CallArguments)) and hides_calls and event.index > 0)
-        ]
-
-    def _call_id(self, reading: _Reading, event: CallStart) -> str:
-        reading.call_ids.append(event.call_id or self._frontend.answers.new_call_id())
-        return reading.call_ids[-1]
-
-    def _finish_reason(self, reading: _Reading, engines: str | None) -> str | None:
+    def _finish_reason(self, reader: AnswerReader, engines: str | None) -> str | None:
         """As OpenAI has it: the model stopped to have tools called, except where it had no choice of the tool."""
-        calls = bool(reading.call_ids) and self._plan.use.mode != "named"
+        calls = reader.has_calls and self._plan.use.mode != "named"
         return "tool_calls" if engines == "stop" and calls else engines
-
-    def _count_thoughts(self, reading: _Reading, token_ids: Sequence[int]) -> None:
-        if reading.thoughts is not None:
-            self._tally.num_reasoning_tokens = (self._tally.num_reasoning_tokens or 0) + reading.thoughts.count(token_ids)
 
     def _logprobs(
         self, token_ids: Sequence[int], texts: Sequence[str], entries: Sequence[TokenLogprobs] | None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.errors import GenerationError
 from halfbyte.entrypoints.openai.frontend import Call
-from halfbyte.entrypoints.openai.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from halfbyte.entrypoints.openai.streaming import Closeable, merge
+from halfbyte.entrypoints.openai.wire import CompletionTokensDetails, PromptTokensDetails, Usage
 from halfbyte.types import TokenLogprobs
 
 

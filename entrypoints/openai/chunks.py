@@ -16,9 +16,9 @@ from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.choices import Tally
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.entrypoints.openai.protocol import GenerationFields
-from halfbyte.entrypoints.openai.responses import ChatChunk, CompletionChunk, to_event
 from halfbyte.entrypoints.openai.sampling import wants_usage
 from halfbyte.entrypoints.openai.streaming import Closeable, merge
+from halfbyte.entrypoints.openai.wire import ChatChunk, CompletionChunk, to_event
 
 Chunk = TypeVar("Chunk", ChatChunk, CompletionChunk)
 

@@ -17,7 +17,7 @@ from halfbyte.engine.grammar.compile import lark_of
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect, size_with_logprobs
 from halfbyte.entrypoints.openai.chunks import chunk_events
-from halfbyte.entrypoints.openai.frontend import Call, Frontend
+from halfbyte.entrypoints.openai.frontend import Asked, Call, Frontend
 from halfbyte.entrypoints.openai.logprobs import (
     CompletionLogprobsWriter,
     TokenNames,
@@ -28,13 +28,6 @@ from halfbyte.entrypoints.openai.logprobs import (
 from halfbyte.entrypoints.openai.prompts import Prompt, encode_prompts, parse_prompts
 from halfbyte.entrypoints.openai.protocol import CompletionRequest
 from halfbyte.entrypoints.openai.refused import refuse_unsupported
-from halfbyte.entrypoints.openai.responses import (
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionLogprobs,
-    to_json,
-)
 from halfbyte.entrypoints.openai.sampling import (
     check_stream_fields,
     effective_max_tokens,
@@ -43,6 +36,13 @@ from halfbyte.entrypoints.openai.sampling import (
 )
 from halfbyte.entrypoints.openai.streaming import Closeable, EventStream
 from halfbyte.entrypoints.openai.structure import asked_structure
+from halfbyte.entrypoints.openai.wire import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionLogprobs,
+    to_json,
+)
 from halfbyte.types import SamplingParams, TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
@@ -73,10 +73,9 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
     if request.echo:
         await writer.prepare_echo()
     generations = await frontend.generate(
-        [(prompt.token_ids, p) for prompt, p in zip(prompts, params, strict=True)],
+        [Asked(prompt.token_ids, p, grammar) for prompt, p in zip(prompts, params, strict=True)],
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
-        grammar=grammar,
     )
     if request.stream:
         return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)

@@ -47,6 +47,11 @@ class AnswerPlan:
         tools = None if self.use.mode == "none" else self.use.tools
         return self.frontend.answers.parser(tools, self.thinking, self.prompt, special=self.special)
 
+    @property
+    def marks(self) -> Mapping[int, str] | None:
+        """The tokens that the parser wants to see as marks."""
+        return None if self.parser() is None else self.frontend.answers.marks.by_token
+
 
 def check_tools(frontend: Frontend, use: ToolUse) -> None:
     """UserError when this server cannot do what the request wants of tools."""

@@ -27,7 +27,7 @@ from halfbyte.entrypoints.openai.decision_protocol import (
 )
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.reads import decide, salt_of
-from halfbyte.entrypoints.openai.responses import to_json
+from halfbyte.entrypoints.openai.wire import to_json
 from halfbyte.errors import UserError
 
 _FALSE_OR_TRUE: tuple[Option, ...] = (Option("false"), Option("true"))

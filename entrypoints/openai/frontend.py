@@ -86,6 +86,17 @@ class Engine(Protocol):
     def abort_all(self, reason: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a generation is asked for. grammar, thinking, marks: as `AsyncEngine.generate` has them."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    grammar: str | None = None
+    thinking: Thinking | None = None
+    marks: Mapping[int, str] | None = None
+
+
 def request_label(candidate: object) -> str | None:
     """A client's name for its request if it can be one (short, printable ASCII), else None."""
     if isinstance(candidate, str) and 0 < len(candidate) <= MAX_LABEL_CHARS and candidate.isascii() and candidate.isprintable():
@@ -231,24 +242,16 @@ class Frontend:
         if self.engine.dead is not None:
             raise unavailable(f"the engine is gone: {self.engine.dead}", retry_after_s=5)
 
-    async def generate(
-        self,
-        prompts: Sequence[tuple[list[int], SamplingParams]],
-        *,
-        priority: int,
-        cache_salt: str | None,
-        grammar: str | None = None,
-        thinking: Thinking | None = None,
-        marks: Mapping[int, str] | None = None,
-    ) -> list[Closeable]:
+    async def generate(self, asked: Sequence[Asked], *, priority: int, cache_salt: str | None) -> list[Closeable]:
         """Start one generation per prompt: all, or none and the error of the one that could not start."""
-        bounds: dict[str, Any] = {"grammar": grammar, "thinking": thinking, "marks": marks}
         if self.stopping:
             raise unavailable(STOPPING)
         generations: list[Closeable] = []
         try:
-            for token_ids, params in prompts:
-                generations.append(self.engine.generate(token_ids, params, priority=priority, cache_salt=cache_salt, **bounds))
+            for one in asked:
+                bounds: dict[str, Any] = {"grammar": one.grammar, "thinking": one.thinking, "marks": one.marks}
+                of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+                generations.append(self.engine.generate(one.prompt_token_ids, one.params, **of_call, **bounds))
         except Exception as error:
             for generation in generations:
                 await generation.aclose()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from halfbyte.engine.tokenizer import Tokenizer
-from halfbyte.entrypoints.openai.responses import (
+from halfbyte.entrypoints.openai.wire import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

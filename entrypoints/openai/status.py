@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from halfbyte import __version__
 from halfbyte.entrypoints.openai.frontend import Frontend
-from halfbyte.entrypoints.openai.responses import to_json
+from halfbyte.entrypoints.openai.wire import to_json
 
 OWNER = "halfbyte"
 

@@ -1,7 +1,7 @@
 """The two things HTTP adds to a generation: a client that may leave, and an answer that is sent piece by piece.
 
 `ClientWatch` cancels the work when the client has gone; `EventStream` sends events, turns a failure into a real status while
-the headers are unsent and into an error event afterwards, and always ends with [DONE]. `merge` runs several generations as
+the headers are unsent and into an error event afterwards, and says when it is done. `merge` runs several generations as
 one. Knows no route.
 """
 
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai.errors import ApiError, HttpError
-from halfbyte.entrypoints.openai.responses import DONE_EVENT, to_event
+from halfbyte.entrypoints.openai.wire import DONE_EVENT, to_event
 
 # Headers wait for the first event, so that an early failure is a real 5xx; a client does not wait longer than this for them.
 HOLD_HEADERS_S = 10.0
@@ -60,10 +60,15 @@ class ClientWatch:
         self._task.cancel()
 
 
-class EventStream(Response):
-    """Sends what `events` yields, then [DONE]. `end(error, gone)` is called exactly once, with what ended the stream.
+def chat_end(problem: ApiError | None) -> bytes:
+    """How streams of chunks end: with [DONE], after an error event if there is a problem."""
+    return DONE_EVENT if problem is None else to_event(problem.body()) + DONE_EVENT
 
-    An error before the first event is raised (nothing was sent); a later one is told as an event, as `end` describes it.
+
+class EventStream(Response):
+    """Sends what `events` yields, then `last`. `end(error, gone)` is called exactly once, with what ended the stream.
+
+    An error before the first event is raised (nothing was sent); a later one is told by `last`, as `end` describes it.
     keep_alive_s: how often a comment is sent, 0 for never.
     """
 
@@ -74,6 +79,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         end: Callable[[Exception | None, bool], ApiError | None],
         keep_alive_s: float = 0.0,
+        last: Callable[[ApiError | None], bytes] = chat_end,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -81,6 +87,7 @@ class EventStream(Response):
         self._events = events
         self._end = end
         self._keep_alive_s = keep_alive_s
+        self._last = last
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +112,8 @@ class EventStream(Response):
             return
         if problem is not None and not self._started:
             raise HttpError(problem)
-        await self._send(send, DONE_EVENT if problem is None else to_event(problem.body()) + DONE_EVENT)
+        if last := self._last(problem):
+            await self._send(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

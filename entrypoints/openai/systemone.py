@@ -12,7 +12,7 @@ from halfbyte.entrypoints.openai.decision_protocol import SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.reads import decide
 from halfbyte.entrypoints.openai.refused import refuse_unsupported
-from halfbyte.entrypoints.openai.responses import to_json
+from halfbyte.entrypoints.openai.wire import to_json
 from halfbyte.errors import UserError
 
 

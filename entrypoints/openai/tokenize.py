@@ -13,8 +13,8 @@ from halfbyte.entrypoints.openai import templates
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from halfbyte.entrypoints.openai.refused import refuse_unsupported
-from halfbyte.entrypoints.openai.responses import to_json
 from halfbyte.entrypoints.openai.tools import parse_tools
+from halfbyte.entrypoints.openai.wire import to_json
 from halfbyte.errors import UserError
 
 # A text to inspect may be longer than the context, but decoding is not for free.

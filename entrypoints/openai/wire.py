@@ -192,9 +192,10 @@ def to_json(value: Any, status: int = 200) -> Response:
     return Response(_encoder.encode(value), status, media_type="application/json")
 
 
-def to_event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+def to_event(value: Any, name: str = "") -> bytes:
+    """One server-sent event. name: its type, for clients that listen by types."""
+    line = f"event: {name}\n".encode() if name else b""
+    return line + b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 DONE_EVENT = b"data: [DONE]\n\n"
