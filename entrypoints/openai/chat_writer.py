@@ -23,6 +23,7 @@ from halfbyte.entrypoints.openai.prompts import Prompt
 from halfbyte.entrypoints.openai.protocol import ChatRequest
 from halfbyte.entrypoints.openai.responses import (
     CalledFunction,
+    CalledFunctionDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -199,7 +200,9 @@ class ChatWriter:
                     delta.content = (delta.content or "") + event.text
                 case CallStart():
                     call_id = self._call_id(reading, event)
-                    begun = ToolCallDelta(index=event.index, id=call_id, type="function", function=CalledFunction("", event.name))
+                    begun = ToolCallDelta(
+                        index=event.index, id=call_id, type="function", function=CalledFunctionDelta("", event.name)
+                    )
                     delta.tool_calls = [*(delta.tool_calls or ()), begun]
                 case CallArguments():
                     delta.tool_calls = _grown(delta.tool_calls or [], event)
@@ -247,7 +250,7 @@ def _grown(calls: list[ToolCallDelta], event: CallArguments) -> list[ToolCallDel
     if calls and calls[-1].index == event.index:
         calls[-1].function.arguments += event.text
         return calls
-    return [*calls, ToolCallDelta(index=event.index, function=CalledFunction(event.text))]
+    return [*calls, ToolCallDelta(index=event.index, function=CalledFunctionDelta(event.text))]
 
 
 def _last_role(request: ChatRequest) -> str:
