@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from halfbyte.config import EngineOptions
 from halfbyte.entrypoints.flag_table import LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
@@ -104,7 +106,7 @@ def _decisions(model: str, *, as_json: bool) -> Iterator[str]:
     temperatures = find_temperatures(front.files)
     decider = Decider(front.tokenizer, template, limits, _Facts(config.architecture), DecisionSettings(), temperatures)
     if as_json:
-        told = {name: value for name, value in decider.describe().items() if name != "repeatable"}
+        told = {name: value for name, value in msgspec.to_builtins(decider.describe()).items() if name != "repeatable"}
         yield json.dumps({"model": model, "architecture": config.architecture, "decisions": told}, indent=2)
         return
     yield f"structured decisions with {model} ({config.architecture}, reader {decider.reader_name}):"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
+import msgspec
+
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints.chat_template import ChatTemplate
@@ -38,6 +40,23 @@ class Support:
 
     max_options: int
     refusal: Refusal | None = None
+
+
+class TypeSupport(msgspec.Struct):
+    """Support, as it is told to clients."""
+
+    max_options: int
+    reason: str | None
+
+
+class DecisionSupport(msgspec.Struct, kw_only=True):
+    """What a model can answer: a field for each type of question."""
+
+    reader: str
+    repeatable: bool
+    choice: TypeSupport
+    noul: TypeSupport
+    score: TypeSupport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +158,12 @@ class Decider:
         self._reader, probe = reader(limits), reader(None)
         self.support = {kind: _look(kind, probe, facts.logprobs_mode) for kind in TYPES}
 
-    def describe(self) -> dict[str, Any]:
-        """What it supports, as JSON: of each type the most options, or the reason why there are none."""
-        told: dict[str, Any] = {
-            kind: {"max_options": support.max_options, "reason": support.refusal and str(support.refusal)}
+    def describe(self) -> DecisionSupport:
+        told = {
+            kind: TypeSupport(support.max_options, None if support.refusal is None else str(support.refusal))
             for kind, support in self.support.items()
         }
-        return {"reader": self.reader_name, "repeatable": self.batch_invariant, **told}
+        return DecisionSupport(reader=self.reader_name, repeatable=self.batch_invariant, **told)
 
     def require_some(self) -> None:
         """UnsupportedError when no type of question can be answered."""

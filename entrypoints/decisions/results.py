@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -40,30 +40,27 @@ class DecisionUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
 
-class ChoiceAnswer(msgspec.Struct, kw_only=True):
+class ChoiceAnswer(msgspec.Struct, kw_only=True, tag_field="type", tag="choice"):
     """choice, probabilities: None where it abstains."""
 
-    type: str = "choice"
     choice: str | None
     probabilities: dict[str, float] | None
     confidence: float
     abstained: bool
 
 
-class NoulAnswer(msgspec.Struct, kw_only=True):
+class NoulAnswer(msgspec.Struct, kw_only=True, tag_field="type", tag="noul"):
     """noul: the probability of yes."""
 
-    type: str = "noul"
     noul: float | None
     probabilities: dict[str, float] | None
     confidence: float
     abstained: bool
 
 
-class ScoreAnswer(msgspec.Struct, kw_only=True):
+class ScoreAnswer(msgspec.Struct, kw_only=True, tag_field="type", tag="score"):
     """score: the expected level, 0 is the lowest. legend: level number to name; probabilities by number."""
 
-    type: str = "score"
     score: float | None
     legend: dict[str, str]
     probabilities: dict[str, float] | None
@@ -93,7 +90,7 @@ class Decision(msgspec.Struct, kw_only=True):
     """
 
     id: str
-    object: str = "structured_decision"
+    object: Literal["structured_decision"] = "structured_decision"
     created: int
     model: str
     answers: dict[str, ChoiceAnswer | NoulAnswer | ScoreAnswer]

@@ -20,6 +20,7 @@ from halfbyte.entrypoints.openai.protocol import ChatRequest
 from halfbyte.entrypoints.openai.streaming import Closeable
 from halfbyte.entrypoints.openai.wire import (
     CalledFunction,
+    CalledFunctionDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -156,7 +157,7 @@ class ChatWriter:
                 case Content():
                     delta.content = (delta.content or "") + event.text
                 case CallStart():
-                    function = CalledFunction("", event.name)
+                    function = CalledFunctionDelta("", event.name)
                     begun = ToolCallDelta(index=event.index, id=event.call_id or "", type="function", function=function)
                     delta.tool_calls = [*(delta.tool_calls or ()), begun]
                 case CallArguments():
@@ -187,7 +188,7 @@ def _grown(calls: list[ToolCallDelta], event: CallArguments) -> list[ToolCallDel
     if calls and calls[-1].index == event.index:
         calls[-1].function.arguments += event.text
         return calls
-    return [*calls, ToolCallDelta(index=event.index, function=CalledFunction(event.text))]
+    return [*calls, ToolCallDelta(index=event.index, function=CalledFunctionDelta(event.text))]
 
 
 def _last_role(request: ChatRequest) -> str:

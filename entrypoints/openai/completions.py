@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from msgspec import UNSET
 from starlette.responses import Response
 
 from halfbyte.engine.grammar.compile import lark_of
@@ -40,6 +39,7 @@ from halfbyte.entrypoints.openai.wire import (
     Completion,
     CompletionChoice,
     CompletionChunk,
+    CompletionChunkChoice,
     CompletionLogprobs,
     to_json,
 )
@@ -188,41 +188,34 @@ class _Writer:
         self._seen.add(index)
         return [self._chunk(choice) for choice in first + self._next(index, delta)]
 
-    def _first(self, index: int, delta: SequenceDelta) -> list[CompletionChoice]:
+    def _first(self, index: int, delta: SequenceDelta) -> list[CompletionChunkChoice]:
         """What precedes a choice's own text: the echoed prompt, the prompt's token ids."""
         request, echo = self._request, self._echoes[index // self.n]
         if echo is None and not request.return_token_ids:
             return []
-        choice = _bare(index, echo.text if echo else "")
+        choice = CompletionChunkChoice(index=index, text=echo.text if echo else "")
         choice.logprobs = self._echo_logprobs(index, delta.prompt_logprobs)
         if request.return_token_ids:
             choice.prompt_token_ids = self._prompts[index // self.n].token_ids
         return [choice]
 
-    def _next(self, index: int, delta: SequenceDelta) -> list[CompletionChoice]:
+    def _next(self, index: int, delta: SequenceDelta) -> list[CompletionChunkChoice]:
         request = self._request
         chunks = []
         shown = not _prompt_only(request)
         if shown and (delta.text or (delta.token_ids and (request.logprobs is not None or request.return_token_ids))):
-            choice = _bare(index, delta.text)
+            choice = CompletionChunkChoice(index=index, text=delta.text)
             if delta.logprobs is not None:
                 choice.logprobs = self._logprobs[index].write(delta.token_ids, delta.token_texts, delta.logprobs)
             if request.return_token_ids:
                 choice.token_ids = delta.token_ids
             chunks.append(choice)
         if delta.finish_reason is not None:
-            last = _bare(index, "")
+            last = CompletionChunkChoice(index=index, text="")
             last.finish_reason = delta.finish_reason if shown else "length"
             last.stop_reason = delta.stop_reason if shown else None
             chunks.append(last)
         return chunks
 
-    def _chunk(self, *choices: CompletionChoice) -> CompletionChunk:
+    def _chunk(self, *choices: CompletionChunkChoice) -> CompletionChunk:
         return CompletionChunk(id=self._call.public_id, created=self._call.created, model=self._model, choices=list(choices))
-
-
-def _bare(index: int, text: str) -> CompletionChoice:
-    """A chunk's choice with nothing but text set."""
-    return CompletionChoice(
-        index=index, text=text, stop_reason=UNSET, token_ids=UNSET, prompt_logprobs=UNSET, prompt_token_ids=UNSET
-    )

@@ -33,8 +33,7 @@ from halfbyte.errors import UserError
 _FALSE_OR_TRUE: tuple[Option, ...] = (Option("false"), Option("true"))
 
 
-class PredicateAnswer(msgspec.Struct, kw_only=True):
-    type: str = "predicate"
+class PredicateDecision(msgspec.Struct, kw_only=True, tag_field="type", tag="predicate"):
     name: str | None
     probability: float
 
@@ -44,8 +43,7 @@ class ValueProbability(msgspec.Struct):
     probability: float
 
 
-class ChoiceAnswer(msgspec.Struct, kw_only=True):
-    type: str = "choice"
+class ChoiceDecision(msgspec.Struct, kw_only=True, tag_field="type", tag="choice"):
     name: str | None
     choice: str | bool
     probabilities: list[ValueProbability]
@@ -58,16 +56,14 @@ class LevelProbability(msgspec.Struct):
     probability: float
 
 
-class ScoreAnswer(msgspec.Struct, kw_only=True):
-    type: str = "score"
+class ScoreDecision(msgspec.Struct, kw_only=True, tag_field="type", tag="score"):
     name: str | None
     score: float
     probabilities: list[LevelProbability]
     confidence: float
 
 
-class Refusal(msgspec.Struct, kw_only=True):
-    type: str = "refusal"
+class Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
     name: str | None
 
 
@@ -75,7 +71,7 @@ class Decisions(msgspec.Struct, kw_only=True):
     """diagnostics, repeatable, temperatures_from: Halfbyte's own, as /v1/systemone has them; diagnostics in question order."""
 
     model: str
-    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer | Refusal]
+    answers: list[PredicateDecision | ChoiceDecision | ScoreDecision | Refusal]
     usage: DecisionUsage
     diagnostics: list[Diagnostics]
     repeatable: bool
@@ -134,23 +130,23 @@ def _question(name: str, asked: Predicate | Choice | Score) -> Question:
     return Question(name, "choice", _parts_text(asked.instructions), options)
 
 
-def _answer(asked: Predicate | Choice | Score, found: Answer) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer | Refusal:
+def _answer(asked: Predicate | Choice | Score, found: Answer) -> PredicateDecision | ChoiceDecision | ScoreDecision | Refusal:
     name, probabilities = asked.name, found.probabilities
     if found.abstained:
         return Refusal(name=name)
     match asked:
         case Predicate():
-            return PredicateAnswer(name=name, probability=probabilities[1])
+            return PredicateDecision(name=name, probability=probabilities[1])
         case Choice():
             values = [choice.value for choice in asked.choices]
             listed = [ValueProbability(value, p) for value, p in zip(values, probabilities, strict=True)]
-            return ChoiceAnswer(name=name, choice=values[found.best], probabilities=listed, confidence=found.confidence)
+            return ChoiceDecision(name=name, choice=values[found.best], probabilities=listed, confidence=found.confidence)
         case Score():
             levels = [
                 LevelProbability(value, level.label, p)
                 for value, (level, p) in enumerate(zip(asked.levels, probabilities, strict=True))
             ]
-            return ScoreAnswer(name=name, score=found.expected_index, probabilities=levels, confidence=found.confidence)
+            return ScoreDecision(name=name, score=found.expected_index, probabilities=levels, confidence=found.confidence)
 
 
 def _json(value: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -28,6 +27,19 @@ MAX_ERROR_CHARS = 1000
 INTERNAL_MESSAGE = "internal server error; the server's log has the details"
 
 
+class ErrorObject(msgspec.Struct):
+    """type: a name for programs. param: the field at fault. code: the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorObject
+
+
 @dataclass(frozen=True, slots=True)
 class ApiError:
     """What a client is told: the HTTP status and the fields of the standard error object."""
@@ -38,8 +50,8 @@ class ApiError:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": scrub(self.message), "type": self.type, "param": self.param, "code": self.status}}
+    def body(self) -> ErrorBody:
+        return ErrorBody(ErrorObject(scrub(self.message), self.type, self.param, self.status))
 
     def response(self) -> Response:
         return Response(msgspec.json.encode(self.body()), self.status, dict(self.headers), "application/json")

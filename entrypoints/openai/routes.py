@@ -1,4 +1,4 @@
-"""The table of routes: path, method, request model and handler, in one place.
+"""The table of routes: path, method, request model, handler and answer, in one place.
 
 `answer` is what all POST routes share: open a call, read the body, run the handler while the client is there, close the call
 with one log line. Nothing else registers a route.
@@ -7,69 +7,70 @@ with one log line. Nothing else registers a route.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import cache
+from typing import TypeVar
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from halfbyte.entrypoints.decisions.results import Decision
 from halfbyte.entrypoints.openai import chat, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
+from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
 from halfbyte.entrypoints.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from halfbyte.entrypoints.openai.streaming import ClientWatch, EventStream
+from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
 
+# What routes answer beside what all do: they name a model, ask the engine, or ask what not every model can.
+NAMING, GENERATING, DECIDING = (404,), (404, 503), (404, 501, 503)
 CLIENT_CLOSED = 499  # never delivered: the client has gone
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Every route of the server, bound to one engine."""
+    """Every route of the server, bound to one engine. Each says what it answers: the OpenAPI document is made of that."""
+    operations: list[Operation] = []
+    app.openapi = cache(lambda: build_document(operations, keyed=bool(frontend.config.api_keys)))  # type: ignore[method-assign]
 
-    def post(path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel]) -> None:
+    def post(path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel], answers: Answers) -> None:
         async def endpoint(request: Request) -> Response:
             return await answer(frontend, request, prefix, model, handler)
 
-        body = {"content": {"application/json": {"schema": _schema(model)}}, "required": True}
-        app.add_api_route(path, endpoint, methods=["POST"], name=path, summary=path, openapi_extra={"requestBody": body})
+        operations.append(Operation("POST", path, model, answers))
+        app.add_api_route(path, endpoint, methods=["POST"], name=path)
 
-    def say(path: str, respond: Callable[[], Response], *methods: str) -> None:
+    def say(path: str, respond: Callable[[], Response], answers: Answers, *methods: str) -> None:
         async def endpoint() -> Response:
             return respond()
 
         for method in methods:
-            app.add_api_route(path, endpoint, methods=[method], name=path, summary=path)
+            operations.append(Operation(method, path, None, answers))
+            app.add_api_route(path, endpoint, methods=[method], name=path)
 
-    post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create)
-    post("/v1/completions", "cmpl-", CompletionRequest, completions.create)
-    post("/v1/systemone", "decision-", SystemOneRequest, systemone.create)
-    post("/v1/decisions", "decision-", DecisionsRequest, decisions.create)
-    post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize)
-    post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize)
-    say("/v1/models", lambda: status.models(frontend), "GET")
-    say("/health", lambda: status.health(frontend), "GET")
-    say("/ping", lambda: status.health(frontend), "GET", "POST")
-    say("/version", status.version, "GET")
-    say("/metrics", lambda: status.metrics(frontend), "GET")
-
-
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The model's JSON schema with its definitions in place: a fragment of a larger document cannot refer to its own root."""
-    schema = model.model_json_schema()
-    definitions = schema.pop("$defs", {})
-
-    def inline(node: Any) -> Any:
-        if isinstance(node, dict):
-            name = str(node.get("$ref", "")).removeprefix("#/$defs/")
-            return inline(definitions[name]) if name else {key: inline(value) for key, value in node.items()}
-        return [inline(item) for item in node] if isinstance(node, list) else node
-
-    resolved: dict[str, Any] = inline(schema)
-    return resolved
+    chats = Answers("Answer a conversation", ChatCompletion, ChatChunk, GENERATING)
+    post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create, chats)
+    texts = Answers("Continue a text", Completion, CompletionChunk, GENERATING)
+    post("/v1/completions", "cmpl-", CompletionRequest, completions.create, texts)
+    judgements = Answers("Answer typed questions about a state with probabilities", Decision, errors=DECIDING)
+    post("/v1/systemone", "decision-", SystemOneRequest, systemone.create, judgements)
+    values = Answers("Answer typed questions in OpenAI's shape", decisions.Decisions, errors=DECIDING)
+    post("/v1/decisions", "decision-", DecisionsRequest, decisions.create, values)
+    tokens = Answers("Token ids of a text or a conversation", tokenize.Tokens, errors=NAMING)
+    post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
+    text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
+    post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+    say("/v1/models", lambda: status.models(frontend), Answers("The served names", status.ModelList), "GET")
+    health = Answers("Whether requests are taken", None, errors=(503,))
+    say("/health", lambda: status.health(frontend), health, "GET")
+    say("/ping", lambda: status.health(frontend), health, "GET", "POST")
+    say("/version", status.version, Answers("The server's version", status.Version), "GET")
+    say("/metrics", lambda: status.metrics(frontend), Answers("Counters and histograms for Prometheus", str), "GET")
 
 
 async def answer(

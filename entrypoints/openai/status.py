@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Literal
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from halfbyte import __version__
+from halfbyte.entrypoints.decisions.decider import DecisionSupport
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.entrypoints.openai.wire import to_json
 
@@ -22,7 +23,7 @@ OWNER = "halfbyte"
 
 class ModelPermission(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "model_permission"
+    object: Literal["model_permission"] = "model_permission"
     created: int
     allow_create_engine: bool = False
     allow_sampling: bool = True
@@ -37,19 +38,23 @@ class ModelPermission(msgspec.Struct, kw_only=True):
 
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "model"
+    object: Literal["model"] = "model"
     created: int
     owned_by: str = OWNER
     root: str
     parent: str | None = None
     max_model_len: int
-    decisions: dict[str, Any]
+    decisions: DecisionSupport
     permission: list[ModelPermission]
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class Version(msgspec.Struct):
+    version: str
 
 
 def models(frontend: Frontend) -> Response:
@@ -76,7 +81,7 @@ def health(frontend: Frontend) -> Response:
 
 
 def version() -> Response:
-    return to_json({"version": __version__})
+    return to_json(Version(__version__))
 
 
 def metrics(frontend: Frontend) -> Response:

@@ -6,7 +6,7 @@ encoded by `to_json` and `to_event`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -70,15 +70,15 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None | UnsetType = None
-    token_ids: list[int] | None | UnsetType = None
-    prompt_logprobs: PromptLogprobs | None | UnsetType = None
-    prompt_token_ids: list[int] | None | UnsetType = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
@@ -88,34 +88,51 @@ class Completion(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
 
 
+class CompletionChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
 class CompletionChunk(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):
-    """`arguments` is JSON text. In chunks the name comes once, the arguments in pieces."""
+    """`arguments` is JSON text."""
+
+    arguments: str
+    name: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class CalledFunctionDelta(msgspec.Struct):
+    """The name comes once, the arguments in pieces."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
-    id: str
-    type: str = "function"
-    function: CalledFunction
-
-
 class ToolCallDelta(msgspec.Struct, kw_only=True):
     index: int
     id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: CalledFunction
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunctionDelta
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -141,7 +158,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
@@ -174,7 +191,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 class ChatChunk(msgspec.Struct, kw_only=True):
     id: str
-    object: str = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]

@@ -74,7 +74,7 @@ def test_scrub_bounds_its_work() -> None:
 def test_explain(error: Exception, status: int, kind: str, param: str | None) -> None:
     problem = explain(error)
     assert (problem.status, problem.type, problem.param) == (status, kind, param)
-    assert problem.body()["error"]["code"] == problem.response().status_code == status
+    assert problem.body().error.code == problem.response().status_code == status
     if isinstance(error, OverloadedError):
         assert problem.response().headers["retry-after"] == "7"
     if isinstance(error, ValueError | KeyError) and not isinstance(error, UserError):

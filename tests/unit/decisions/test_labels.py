@@ -207,7 +207,7 @@ def test_a_model_without_a_template_says_why_it_cannot() -> None:
     one = decider(byte_tokenizer(template=None))
     with pytest.raises(UnsupportedError, match="cannot answer structured decisions.*this model has no chat template"):
         one.require_some()
-    assert one.describe()["noul"]["max_options"] == 0
+    assert one.describe().noul.max_options == 0
 
 
 def test_a_vocabulary_without_digits_answers_what_needs_none() -> None:
