@@ -14,21 +14,19 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from halfbyte.entrypoints.openai import chat, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import admin, chat, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from halfbyte.entrypoints.openai.streaming import ClientWatch, EventStream
+from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
 
-CLIENT_CLOSED = 499  # never delivered: the client has gone
-
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Every route of the server, bound to one engine."""
+    """The routes of every server, bound to one engine."""
 
     def post(path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel]) -> None:
         async def endpoint(request: Request) -> Response:
@@ -55,6 +53,20 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
     say("/ping", lambda: status.health(frontend), "GET", "POST")
     say("/version", status.version, "GET")
     say("/metrics", lambda: status.metrics(frontend), "GET")
+
+
+def add_admin_routes(app: FastAPI, frontend: Frontend) -> None:
+    """The routes of operators."""
+
+    def add(route: admin.Route) -> None:
+        async def endpoint(request: Request) -> Response:
+            return await admin.answer(frontend, request, route)
+
+        extra = {"parameters": route.parameters()}
+        app.add_api_route(route.path, endpoint, methods=[route.method], name=route.path, summary=route.path, openapi_extra=extra)
+
+    for route in admin.ROUTES:
+        add(route)
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from halfbyte.entrypoints import chat_template, server
 from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai import body, decision_protocol, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
-from halfbyte.entrypoints.openai.routes import add_routes
+from halfbyte.entrypoints.openai.routes import add_admin_routes, add_routes
 from halfbyte.entrypoints.scrub import MAX_MESSAGE_CHARS
 from halfbyte.resolve import DEFAULT_MAX_LOGPROBS
 from halfbyte.types import EngineInfo, SamplingParams
@@ -141,7 +141,8 @@ def test_refused_fields_and_their_neutral_values() -> None:
 
 def test_routes_exist_and_are_documented() -> None:
     app = FastAPI()
-    add_routes(app, cast(frontend.Frontend, None))
+    for add in (add_routes, add_admin_routes):
+        add(app, cast(frontend.Frontend, None))
     routes = {(method, route.path) for route in app.routes for method in cast(Any, route).methods - {"HEAD"}}  # type: ignore[attr-defined]
     headings = re.findall(r"^### (`.*)$", PAGE, re.M)
     documented = [tuple(span.split(" ", 1)) for heading in headings for span in code_spans(heading)]
