@@ -17,6 +17,7 @@ from typing import Any
 
 from halfbyte.engine.client import EngineClient
 from halfbyte.engine.generation import Generation
+from halfbyte.engine.messages import Answer, Order
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.engine.output_processor import OutputProcessor
 from halfbyte.engine.requests import RequestMaker
@@ -126,6 +127,21 @@ class AsyncEngine:
         self._require_alive()
         request = self._maker.make_read(prompt_token_ids, token_ids, priority=priority, cache_salt=cache_salt)
         return self._start([request], request.sampling, None)
+
+    async def control(self, action: Order[Answer]) -> Answer:
+        """Have the engine carry out an action, between two steps. Raises the HalfbyteError that it raised there; EngineDeadError
+        when the engine is gone, or ends before it has answered. Whoever stops waiting does not stop the action."""
+        self._require_alive()
+        answered = asyncio.wrap_future(self._client.control(action))
+        died = asyncio.ensure_future(self.died.wait())
+        try:
+            await asyncio.wait((answered, died), return_when=asyncio.FIRST_COMPLETED)
+            if not answered.done():
+                self._require_alive()
+            return answered.result()
+        finally:
+            died.cancel()
+            answered.cancel()
 
     async def close(self) -> None:
         """Stop the engine. Open generations end with EngineDeadError."""

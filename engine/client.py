@@ -1,13 +1,14 @@
 """How a front end reaches an engine: one interface, in this process or in another.
 
-`add` and `abort` may be called from any thread; `receive` and `close` from one. InProcessClient computes inside `receive`;
-ProcessClient starts `halfbyte.engine.process`, talks msgpack over a ZMQ pair on private IPC sockets, and notices when the
-process dies or hangs.
+`add`, `abort` and `control` may be called from any thread; `receive` and `close` from one. InProcessClient computes inside
+`receive`; ProcessClient starts `halfbyte.engine.process`, talks msgpack over a ZMQ pair on private IPC sockets, and notices when
+the process dies or hangs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -17,25 +18,32 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 import zmq
 
 import halfbyte
 from halfbyte.config import EngineOptions
+from halfbyte.engine.controls import perform
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.messages import (
     AbortRequests,
+    Action,
     AddRequests,
+    Answer,
+    Control,
     EngineSpawn,
     Failed,
     FromEngine,
     Heartbeat,
+    Order,
     Phase,
     Ready,
+    Reply,
     Shutdown,
     Step,
     ToEngine,
@@ -62,11 +70,41 @@ class EngineClient(Protocol):
     def abort(self, request_ids: list[str]) -> None:
         """End these requests; unknown and finished ids are ignored. Each live one yields a last output."""
 
+    def control(self, action: Order[Answer]) -> Future[Answer]:
+        """Have an action carried out, after what was added and aborted before it. Its result, or the HalfbyteError that it
+        raised, is there when `receive` has met the reply; never, when the engine ends before that."""
+
     def receive(self, timeout_s: float | None = None) -> StepOutput | None:
-        """The next step's output; None when `timeout_s` passed without one. EngineDeadError when there will be none."""
+        """The next step's output; None when `timeout_s` passed without one, or when a control call was answered.
+
+        EngineDeadError when there will be none.
+        """
 
     def close(self) -> None:
         """Stop the engine and free what it holds. `receive` must not be in progress, except in a process client."""
+
+
+class _OpenCalls:
+    """The control calls of one client that have no reply yet."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+        self._futures: dict[int, Future[Any]] = {}
+
+    def open(self, action: Order[Answer]) -> tuple[Control, Future[Answer]]:
+        call = Control(next(self._ids), cast(Action, action))
+        future: Future[Answer] = Future()
+        self._futures[call.call_id] = future
+        return call, future
+
+    def answer(self, reply: Reply) -> None:
+        future = self._futures.pop(reply.call_id)
+        if not future.set_running_or_notify_cancel():
+            return  # nobody waits any more
+        if reply.failure is None:
+            future.set_result(reply.result)
+        else:
+            future.set_exception(reply.failure.exception())
 
 
 class InProcessClient:
@@ -76,12 +114,18 @@ class InProcessClient:
         self.info = info
         self._core = core
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._calls = _OpenCalls()
 
     def add(self, requests: list[EngineRequest]) -> None:
         self._inbox.put(AddRequests(requests))
 
     def abort(self, request_ids: list[str]) -> None:
         self._inbox.put(AbortRequests(request_ids))
+
+    def control(self, action: Order[Answer]) -> Future[Answer]:
+        call, answered = self._calls.open(action)
+        self._inbox.put(call)
+        return answered
 
     def receive(self, timeout_s: float | None = None) -> StepOutput | None:
         if self._inbox.empty() and not self._core.has_work():
@@ -100,6 +144,8 @@ class InProcessClient:
                 self._core.add(message.requests)
             elif isinstance(message, AbortRequests):
                 self._core.abort(message.request_ids)
+            elif isinstance(message, Control):
+                self._calls.answer(perform(self._core, message))
 
 
 class ProcessClient:
@@ -112,6 +158,7 @@ class ProcessClient:
         self._folder = tempfile.TemporaryDirectory(prefix="halfbyte-")
         self._context = zmq.Context()
         self._send_lock = threading.Lock()
+        self._calls = _OpenCalls()
         self._closing = False
         self._input = self._bind(zmq.PUSH, "input")
         self._output = self._bind(zmq.PULL, "output")
@@ -144,11 +191,19 @@ class ProcessClient:
     def abort(self, request_ids: list[str]) -> None:
         self._tell(AbortRequests(request_ids))
 
+    def control(self, action: Order[Answer]) -> Future[Answer]:
+        call, answered = self._calls.open(action)
+        self._tell(call)
+        return answered
+
     def receive(self, timeout_s: float | None = None) -> StepOutput | None:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._next_message(deadline_s)) is not None:
             if isinstance(message, Step):
                 return message.output
+            if isinstance(message, Reply):
+                self._calls.answer(message)
+                break
         return None
 
     def close(self) -> None:

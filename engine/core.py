@@ -83,6 +83,21 @@ class EngineCore:
         stats.num_waiting += len(self._preparation or ())
         return StepOutput(outputs=outputs, stats=stats, timestamp_s=time.monotonic())
 
+    def settle(self) -> None:
+        """Take the results of all steps in flight; the next `step` returns them."""
+        while self._in_flight:
+            self._sample(self._in_flight[0])
+            if self._in_flight:  # it did not raise
+                self._take()
+
+    def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        """Forget all cached prefixes. preempt: running requests give up their blocks for it, and are computed again; otherwise
+        nothing is forgotten, and the answer is False, while one holds any."""
+        if preempt:
+            self.settle()
+            self.scheduler.preempt_all()
+        return self.scheduler.manager.reset_prefix_cache()
+
     def close(self) -> None:
         if self._preparation is not None:
             self._preparation.close()

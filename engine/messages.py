@@ -1,12 +1,13 @@
 """What the API process and the engine process say to each other: msgpack structs, tagged by their class.
 
-To the engine: AddRequests, AbortRequests, Shutdown. From it: Phase while it starts, then Ready or Failed once, then one
-StepOutput per step and a Heartbeat each second. The first words of all, EngineSpawn, go through the child's standard input.
+To the engine: AddRequests, AbortRequests, Control, Shutdown. From it: Phase while it starts, then Ready or Failed once, then one
+StepOutput per step, one Reply per Control and a Heartbeat each second. The first words of all, EngineSpawn, go through the
+child's standard input. What an action does is `engine.controls`' matter.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -31,6 +32,36 @@ class AbortRequests(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+Answer = TypeVar("Answer")
+
+
+class Order(msgspec.Struct, Generic[Answer]):
+    """What all actions are: each names the type of its result."""
+
+
+class ResetPrefixCache(Order["CacheWasReset"], tag=True):
+    """Forget cached prefixes. reset_running_requests: those that hold blocks give them up, and are computed again."""
+
+    reset_running_requests: bool = False
+
+
+class CacheWasReset(msgspec.Struct, tag=True):
+    """success: False while requests hold blocks; then nothing was forgotten."""
+
+    success: bool
+
+
+Action = ResetPrefixCache
+Result = CacheWasReset
+
+
+class Control(msgspec.Struct, tag=True):
+    """An action, carried out between steps and answered by one Reply with its call_id."""
+
+    call_id: int
+    action: Action
+
+
 class Shutdown(msgspec.Struct, tag=True):
     pass
 
@@ -47,16 +78,34 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The start-up failed. `error` is the class in `halfbyte.errors` (or any other name), `message` one line."""
+    """The start-up or a control call failed. `error`: the class in `halfbyte.errors` (or any other name); `message`: one line."""
 
     error: str
     message: str
+    param: str | None = None
 
-    def exception(self) -> Exception:
-        kind = getattr(errors, self.error, errors.HalfbyteError)
-        return (
-            errors.UnsupportedError(errors.Refusal(self.message, "")) if kind is errors.UnsupportedError else kind(self.message)
-        )
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        name = type(error).__name__
+        return cls(name, str(error) or name, getattr(error, "param", None))
+
+    def exception(self) -> errors.HalfbyteError:
+        match getattr(errors, self.error, None):
+            case errors.UnsupportedError:
+                return errors.UnsupportedError(errors.Refusal(self.message, ""))
+            case errors.UserError | errors.NotFoundError as kind:
+                return kind(self.message, self.param)
+            case type() as kind if issubclass(kind, errors.HalfbyteError):
+                return kind(self.message)
+        return errors.HalfbyteError(self.message)
+
+
+class Reply(msgspec.Struct, tag=True):
+    """How a control call went. failure: why it has no result."""
+
+    call_id: int
+    result: Result | None = None
+    failure: Failed | None = None
 
 
 class Step(msgspec.Struct, tag=True):
@@ -69,5 +118,5 @@ class Heartbeat(msgspec.Struct, tag=True):
     step_age_s: float
 
 
-ToEngine = AddRequests | AbortRequests | Shutdown
-FromEngine = Phase | Ready | Failed | Step | Heartbeat
+ToEngine = AddRequests | AbortRequests | Control | Shutdown
+FromEngine = Phase | Ready | Failed | Step | Reply | Heartbeat

@@ -21,10 +21,12 @@ import zmq
 
 from halfbyte.config import EngineOptions
 from halfbyte.engine.build import build_engine
+from halfbyte.engine.controls import perform
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.messages import (
     AbortRequests,
     AddRequests,
+    Control,
     EngineSpawn,
     Failed,
     Heartbeat,
@@ -65,7 +67,7 @@ class EngineProcess:
         except Exception as error:
             if not isinstance(error, HalfbyteError):
                 log.exception("the engine could not start")
-            self._send(Failed(type(error).__name__, str(error) or type(error).__name__))
+            self._send(Failed.of(error))
             return self._close(heartbeat, code=1)
         gc.freeze()  # a collection that goes through what the start left behind would hold up every stream for 0.2 s
         self._send(Ready(info))
@@ -88,6 +90,8 @@ class EngineProcess:
                 core.add(message.requests)
             elif isinstance(message, AbortRequests):
                 core.abort(message.request_ids)
+            elif isinstance(message, Control):
+                self._send(perform(core, message))
             elif isinstance(message, Shutdown):
                 return False
             timeout_ms = 0

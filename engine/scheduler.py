@@ -156,6 +156,15 @@ class Scheduler:
                 self._isolate(request)
         return outputs
 
+    def preempt_all(self) -> None:
+        """Take the blocks of all running requests; they are computed again. Nothing may be in flight."""
+        assert not self._in_flight, "a request resumes when its last token is known"
+        for request in tuple(self.running):
+            self._requeue(request)
+            request.num_preemptions += 1
+            self._stats.num_preemptions += 1
+            self._preempted_ids.append(request.request_id)
+
     def has_work(self) -> bool:
         return bool(self._requests)
 

@@ -34,6 +34,7 @@ from halfbyte.resolve_execution import COMPILE_MODES, GRAPH_MODES
 
 # Keys may also come from the environment, where `ps` does not show them: the first of these that is set.
 API_KEY_VARIABLES = ("HALFBYTE_API_KEY", "VLLM_API_KEY")
+ADMIN_KEY_VARIABLES = ("HALFBYTE_ADMIN_API_KEY",)
 
 UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -278,6 +279,13 @@ SERVER_FLAGS: tuple[Flag, ...] = (
     _http(
         "api-key", f"keys, any of which opens the API (default: {' or '.join(API_KEY_VARIABLES)})", kind="texts", field="api_keys"
     ),
+    _http("enable-admin", "serve the routes of operators, such as /sleep; needs --admin-api-key", kind="switch"),
+    _http(
+        "admin-api-key",
+        f"keys, any of which opens the routes of --enable-admin, and no others (default: {ADMIN_KEY_VARIABLES[0]})",
+        kind="texts",
+        field="admin_api_keys",
+    ),
     _http("root-path", "path under which a proxy serves this"),
     _http("allowed-origins", "origins that browsers may call from (default: none)", kind="json_list"),
     _http("allowed-methods", "methods for those origins (default: all)", kind="json_list"),
@@ -433,12 +441,22 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def server_config(parsed: Parsed, environ: Mapping[str, str] = os.environ) -> ServerConfig:
-    """The HTTP front end's configuration; API keys from the environment only when the flag is absent."""
+    """The HTTP front end's configuration; keys from the environment only when their flag is absent."""
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in parsed.server.items()}
     server = ServerConfig(**given)
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise UsageError("--ssl-keyfile and --ssl-certfile go together: give both or neither", param="ssl_keyfile")
-    keys: Sequence[str] = server.api_keys
-    if "api_keys" not in given:
-        keys = [environ[name] for name in API_KEY_VARIABLES if environ.get(name)][:1]
-    return replace(server, api_keys=tuple(key for key in keys if key))
+    if server.admin_api_keys and not server.enable_admin:
+        raise UsageError("--admin-api-key opens the routes of --enable-admin: give both or neither", param="admin_api_keys")
+
+    def keys(field: str, variables: Sequence[str]) -> tuple[str, ...]:
+        found = given[field] if field in given else [environ[name] for name in variables if environ.get(name)][:1]
+        return tuple(key for key in found if key)
+
+    admin_keys = keys("admin_api_keys", ADMIN_KEY_VARIABLES) if server.enable_admin else ()
+    if server.enable_admin and not admin_keys:
+        raise UsageError(
+            f"--enable-admin needs a key of its own: --admin-api-key KEY, or {ADMIN_KEY_VARIABLES[0]} in the environment",
+            param="admin_api_keys",
+        )
+    return replace(server, api_keys=keys("api_keys", API_KEY_VARIABLES), admin_api_keys=admin_keys)

@@ -78,29 +78,47 @@ class RequestLabels:
 
 
 class ApiKeys:
-    """Denies every path but the public ones without `Authorization: Bearer <one of the keys>`.
+    """Denies every path but the public ones without one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
+    keys: open all paths but the admin ones; without any these need no key. admin_keys: open the admin paths, and no others.
     Compares digests in constant time and tries all keys. OPTIONS passes: it reaches no handler but CORS.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str] = (), admin_paths: Iterable[str] = ()
+    ) -> None:
         self.app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+        self._digests = _digests(keys)
+        self._admin_digests = _digests(admin_keys)
+        self._admin_paths = frozenset(admin_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        open_to_all = not self._digests or scope["type"] == "lifespan" or scope.get("method") == "OPTIONS"
-        if open_to_all or route_path(scope) in PUBLIC_PATHS or self._has_key(scope):
+        if scope["type"] == "lifespan" or scope.get("method") == "OPTIONS":
             return await self.app(scope, receive, send)
-        error = ApiError(401, "Unauthorized", "a valid API key is required: send Authorization: Bearer KEY")
-        response = error.response()
+        path = route_path(scope)
+        is_admin = path in self._admin_paths
+        is_open = path in PUBLIC_PATHS or not (self._digests or is_admin)
+        if is_open or _has_key(scope, self._admin_digests if is_admin else self._digests):
+            return await self.app(scope, receive, send)
+        kind = "the admin" if is_admin else "a valid API"
+        message = f"{kind} key is required: send Authorization: Bearer KEY, or x-api-key: KEY"
+        response = ApiError(401, "Unauthorized", message).response()
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = next((value for name, value in scope["headers"] if name == b"authorization"), b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys if key]
+
+
+def _has_key(scope: Scope, digests: Iterable[bytes]) -> bool:
+    """Whether the first header of either kind carries one of the keys."""
+    headers = scope["headers"]
+    scheme, _, bearer = next((value for name, value in headers if name == b"authorization"), b"").partition(b" ")
+    given = [bearer] if scheme.lower() == b"bearer" else []
+    given += [value for name, value in headers if name == b"x-api-key"][:1]
+    sent = [hashlib.sha256(key.strip()).digest() for key in given]
+    return any([hmac.compare_digest(digest, known) for digest in sent for known in digests])
 
 
 class AllowedHosts:

@@ -25,6 +25,7 @@ from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.entrypoints import middleware
 from halfbyte.entrypoints.decisions.temperatures import Temperatures
+from halfbyte.entrypoints.openai import admin
 from halfbyte.entrypoints.openai.errors import install_error_handlers
 from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
@@ -73,7 +74,12 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
     )
     if (hosts := allowed_hosts(server_config)) is not None:
         app.add_middleware(middleware.AllowedHosts, hosts=hosts)
-    app.add_middleware(middleware.ApiKeys, keys=server_config.api_keys)
+    app.add_middleware(
+        middleware.ApiKeys,
+        keys=server_config.api_keys,
+        admin_keys=server_config.admin_api_keys,
+        admin_paths=admin.PATHS if server_config.enable_admin else (),
+    )
     app.add_middleware(middleware.RequestLabels, echo=server_config.enable_request_id_headers)
     if root_path := server_config.root_path.rstrip("/"):
         app.add_middleware(middleware.RootPath, root_path=root_path)

@@ -161,6 +161,8 @@ class ServerConfig:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    enable_admin: bool = False
+    admin_api_keys: tuple[str, ...] = ()
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from halfbyte.types import EngineRequest, SamplingParams, StepOutput
 
 if TYPE_CHECKING:
     from halfbyte.engine.client import EngineClient
+    from halfbyte.engine.messages import Answer, Order
     from halfbyte.entrypoints.llm import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -80,6 +82,9 @@ class TimedClient:
 
     def abort(self, request_ids: list[str]) -> None:
         self._client.abort(request_ids)
+
+    def control(self, action: Order[Answer]) -> Future[Answer]:
+        return self._client.control(action)
 
     def receive(self, timeout_s: float | None = None) -> StepOutput | None:
         step = self._client.receive(timeout_s)

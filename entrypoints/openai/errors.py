@@ -94,7 +94,7 @@ def explain(error: BaseException) -> ApiError:
         case EngineDeadError() | GenerationError():
             return ApiError(500, "InternalServerError", str(error))
         case ValidationError():
-            return _validation_error(error)
+            return validation_error(error)
         case RequestValidationError():
             return ApiError(400, "Bad Request", "the request does not match what this route takes")
         case HTTPException():
@@ -112,8 +112,8 @@ def install_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(kind, handle)
 
 
-def _validation_error(error: ValidationError) -> ApiError:
-    """One line per field, at most ten; `param` is the first field's place in the body."""
+def validation_error(error: ValidationError, part: str = "body") -> ApiError:
+    """One line per field, at most ten; `param` is the first field's place in this part of the request."""
     lines: list[str] = []
     fields: list[str] = []
     for item in error.errors(include_url=False, include_context=False):
@@ -125,7 +125,7 @@ def _validation_error(error: ValidationError) -> ApiError:
         if len(lines) == MAX_REPORTED_ERRORS:
             break
     noun = "error" if error.error_count() == 1 else "errors"
-    param = f"body.{fields[0]}" if fields and fields[0] else "body"
+    param = f"{part}.{fields[0]}" if fields and fields[0] else part
     return ApiError(400, "Bad Request", f"{error.error_count()} validation {noun}: " + "; ".join(lines), param)
 
 

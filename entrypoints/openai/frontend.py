@@ -20,6 +20,7 @@ from starlette.types import Scope
 from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
+from halfbyte.engine.messages import Answer, Order
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints.answers.parser import AnswerSyntax
 from halfbyte.entrypoints.beside import Beside
@@ -84,6 +85,8 @@ class Engine(Protocol):
     def admit(self, num_sequences: int, num_prompt_tokens: int) -> None: ...
 
     def abort_all(self, reason: str) -> None: ...
+
+    async def control(self, action: Order[Answer]) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)

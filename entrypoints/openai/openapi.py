@@ -20,6 +20,12 @@ from halfbyte.entrypoints.openai.errors import ErrorBody
 
 Schema = dict[str, Any]
 
+# Either will do.
+KEYS: Schema = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
 REF = "#/components/schemas/{name}"
 # What is decided before a route is reached (the Host header, the size of the body), and what no route has planned.
 EVERYWHERE = (400, 413, 500)
@@ -61,6 +67,11 @@ class Operation:
     path: str
     request: type[BaseModel] | None
     answers: Answers
+    is_admin: bool = False
+
+    def is_closed(self, *, keyed: bool) -> bool:
+        """Whether it takes a key, on a server that wants one of everybody or not."""
+        return self.is_admin or (keyed and self.path not in PUBLIC_PATHS)
 
     @property
     def name(self) -> str:
@@ -72,32 +83,32 @@ def build_document(operations: Sequence[Operation], *, keyed: bool) -> Schema:
     """keyed: whether the server wants an API key."""
     answers = [operation.answers for operation in operations]
     names, schemas = _schemas([ErrorBody, *(kind for answer in answers for kind in answer.types)])
-    statuses = {*EVERYWHERE, *((401,) if keyed else ()), *(status for answer in answers for status in answer.errors)}
+    has_keys = any(operation.is_closed(keyed=keyed) for operation in operations)
+    statuses = {*EVERYWHERE, *((401,) if has_keys else ()), *(status for answer in answers for status in answer.errors)}
     components: Schema = {
         "schemas": schemas,
         "responses": {f"Error{status}": _error(status, names[ErrorBody]) for status in sorted(statuses)},
     }
+    if has_keys:
+        components["securitySchemes"] = KEYS
     document: Schema = {"openapi": "3.1.0", "info": {"title": "Halfbyte", "version": __version__}, "paths": {}}
     for operation in operations:
         methods = document["paths"].setdefault(operation.path, {})
-        methods[operation.method.lower()] = _operation(operation, names, keyed)
-    if keyed:
-        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"bearer": []}]
+        methods[operation.method.lower()] = _operation(operation, names, closed=operation.is_closed(keyed=keyed))
     return document | {"components": components}
 
 
-def _operation(operation: Operation, names: dict[type, str], keyed: bool) -> Schema:
-    answers, public = operation.answers, operation.path in PUBLIC_PATHS
+def _operation(operation: Operation, names: dict[type, str], *, closed: bool) -> Schema:
+    answers = operation.answers
     told: Schema = {"operationId": operation.name, "summary": answers.summary}
     if answers.parameters:
         told["parameters"] = list(answers.parameters)
     if operation.request is not None:
         told["requestBody"] = {"content": {"application/json": {"schema": _inlined(operation.request)}}, "required": True}
-    if keyed and public:
-        told["security"] = []
+    if closed:
+        told["security"] = [{name: []} for name in KEYS]
     responses: dict[int, Schema] = {200: {"description": "Done.", **_content(answers, names)}}
-    for status in (*EVERYWHERE, *((401,) if keyed and not public else ()), *answers.errors):
+    for status in (*EVERYWHERE, *((401,) if closed else ()), *answers.errors):
         bare = answers.whole is None and status in answers.errors
         named = {"$ref": f"#/components/responses/Error{status}"}
         responses[status] = {"description": MEANINGS[status]} if bare else named

@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfbyte.entrypoints.decisions.results import Decision
-from halfbyte.entrypoints.openai import chat, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import admin, chat, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
 from halfbyte.entrypoints.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from halfbyte.entrypoints.openai.streaming import ClientWatch, EventStream
+from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
@@ -30,29 +30,20 @@ Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
 
 # What routes answer beside what all do: they name a model, ask the engine, or ask what not every model can.
 NAMING, GENERATING, DECIDING = (404,), (404, 503), (404, 501, 503)
-CLIENT_CLOSED = 499  # never delivered: the client has gone
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Every route of the server, bound to one engine. Each says what it answers: the OpenAPI document is made of that."""
-    operations: list[Operation] = []
-    app.openapi = cache(lambda: build_document(operations, keyed=bool(frontend.config.api_keys)))  # type: ignore[method-assign]
+    """Every route of the server, bound to one engine."""
+    routes = RouteTable(app, frontend)
+    _add_inference(routes)
+    _add_status(routes, frontend)
+    if frontend.config.enable_admin:
+        for route in admin.ROUTES:
+            routes.admin(route)
 
-    def post(path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel], answers: Answers) -> None:
-        async def endpoint(request: Request) -> Response:
-            return await answer(frontend, request, prefix, model, handler)
 
-        operations.append(Operation("POST", path, model, answers))
-        app.add_api_route(path, endpoint, methods=["POST"], name=path)
-
-    def say(path: str, respond: Callable[[], Response], answers: Answers, *methods: str) -> None:
-        async def endpoint() -> Response:
-            return respond()
-
-        for method in methods:
-            operations.append(Operation(method, path, None, answers))
-            app.add_api_route(path, endpoint, methods=[method], name=path)
-
+def _add_inference(routes: RouteTable) -> None:
+    post = routes.post
     chats = Answers("Answer a conversation", ChatCompletion, ChatChunk, GENERATING)
     post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create, chats)
     texts = Answers("Continue a text", Completion, CompletionChunk, GENERATING)
@@ -65,12 +56,56 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
     post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
     text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
     post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+
+
+def _add_status(routes: RouteTable, frontend: Frontend) -> None:
+    say = routes.say
     say("/v1/models", lambda: status.models(frontend), Answers("The served names", status.ModelList), "GET")
     health = Answers("Whether requests are taken", None, errors=(503,))
     say("/health", lambda: status.health(frontend), health, "GET")
     say("/ping", lambda: status.health(frontend), health, "GET", "POST")
     say("/version", status.version, Answers("The server's version", status.Version), "GET")
     say("/metrics", lambda: status.metrics(frontend), Answers("Counters and histograms for Prometheus", str), "GET")
+
+
+class RouteTable:
+    """Registers routes, each in the application and in the OpenAPI document, which is made of what they say they answer."""
+
+    def __init__(self, app: FastAPI, frontend: Frontend) -> None:
+        self._app = app
+        self._frontend = frontend
+        self._operations: list[Operation] = []
+        keyed = bool(frontend.config.api_keys)
+        app.openapi = cache(lambda: build_document(self._operations, keyed=keyed))  # type: ignore[method-assign]
+
+    def post(self, path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel], answers: Answers) -> None:
+        """A call with a body, a public id that begins with `prefix`, and a line in the log."""
+
+        async def endpoint(request: Request) -> Response:
+            return await answer(self._frontend, request, prefix, model, handler)
+
+        self._add(endpoint, Operation("POST", path, model, answers))
+
+    def say(self, path: str, respond: Callable[[], Response], answers: Answers, *methods: str) -> None:
+        """What the server knows of itself."""
+
+        async def endpoint() -> Response:
+            return respond()
+
+        for method in methods:
+            self._add(endpoint, Operation(method, path, None, answers))
+
+    def admin(self, route: admin.Route) -> None:
+        """A route of operators."""
+
+        async def endpoint(request: Request) -> Response:
+            return await admin.answer(self._frontend, request, route)
+
+        self._add(endpoint, Operation(route.method, route.path, None, route.answers, is_admin=True))
+
+    def _add(self, endpoint: Callable[..., Awaitable[Response]], operation: Operation) -> None:
+        self._operations.append(operation)
+        self._app.add_api_route(operation.path, endpoint, methods=[operation.method], name=operation.path)
 
 
 async def answer(

@@ -21,6 +21,7 @@ from halfbyte.entrypoints.openai.wire import DONE_EVENT, to_event
 
 # Headers wait for the first event, so that an early failure is a real 5xx; a client does not wait longer than this for them.
 HOLD_HEADERS_S = 10.0
+CLIENT_CLOSED = 499  # never delivered: the client has gone
 KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -132,3 +132,9 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
 def demo_server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
     """The demo model with default settings, as a newcomer has it."""
     return start_server().ready()
+
+
+@pytest.fixture(scope="session")
+def admin_server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
+    """The same with the routes of operators, whose key is that of docs/api.md."""
+    return start_server("--enable-admin", "--admin-api-key", "ADMIN_KEY").ready()

@@ -67,8 +67,8 @@ def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{i}-{example.title}" for i, example in enumerate(EXAMPLES)])
-def test_example(demo_server: Any, example: Example) -> None:
-    command = shlex.split(example.command.replace(DOCUMENTED_URL, demo_server.url))
+def test_example(admin_server: Any, example: Example) -> None:
+    command = shlex.split(example.command.replace(DOCUMENTED_URL, admin_server.url))
     command = [word for word in command if word != "-i"]  # shows the headers; here the body is read
     done = subprocess.run([*command, "-sS", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, timeout=60)
     answer, _, status = done.stdout.rpartition("\n")
@@ -87,10 +87,10 @@ def test_example(demo_server: Any, example: Example) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program(demo_server: Any, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program(admin_server: Any, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if not hasattr(openai.OpenAI, "decisions"):  # of SDKs before 3.26: the same call through the client's own transport
         monkeypatch.setattr(openai.OpenAI, "decisions", property(_decisions), raising=False)
-    exec(compile(program.replace(DOCUMENTED_URL, demo_server.url), "docs/decisions.md", "exec"), {})
+    exec(compile(program.replace(DOCUMENTED_URL, admin_server.url), "docs/decisions.md", "exec"), {})
     assert re.search(r"0\.\d+", capsys.readouterr().out)
 
 

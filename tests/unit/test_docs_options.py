@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -141,7 +142,7 @@ def test_refused_fields_and_their_neutral_values() -> None:
 
 def test_routes_exist_and_are_documented() -> None:
     app = FastAPI()
-    add_routes(app, cast(frontend.Frontend, None))
+    add_routes(app, cast(frontend.Frontend, SimpleNamespace(config=ServerConfig(enable_admin=True))))
     routes = {(method, route.path) for route in app.routes for method in cast(Any, route).methods - {"HEAD"}}  # type: ignore[attr-defined]
     headings = re.findall(r"^### (`.*)$", PAGE, re.M)
     documented = [tuple(span.split(" ", 1)) for heading in headings for span in code_spans(heading)]

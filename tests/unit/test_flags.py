@@ -155,6 +155,19 @@ def test_api_keys_from_the_environment_only_without_the_flag() -> None:
     assert server("--api-key", "", "x", environ=environ).api_keys == ("x",)
 
 
+def test_admin_keys_and_routes_come_together() -> None:
+    environ = {"HALFBYTE_API_KEY": "user", "HALFBYTE_ADMIN_API_KEY": "admin"}
+    found = server("--enable-admin", environ=environ)
+    assert found.enable_admin and (found.api_keys, found.admin_api_keys) == (("user",), ("admin",))
+    assert server("--enable-admin", "--admin-api-key", "a", "b", environ=environ).admin_api_keys == ("a", "b")
+    assert server(environ=environ).admin_api_keys == (), "the environment alone opens nothing"
+    for words in (["--enable-admin"], ["--enable-admin", "--admin-api-key", ""]):
+        with pytest.raises(UsageError, match="--enable-admin needs a key of its own: --admin-api-key KEY, or HALFBYTE_ADMIN"):
+            server(*words, environ={"HALFBYTE_API_KEY": "user"})
+    with pytest.raises(UsageError, match="--admin-api-key opens the routes of --enable-admin"):
+        server("--admin-api-key", "a")
+
+
 def test_dtype_aliases() -> None:
     found = options("--dtype", "half", "--kv-cache-dtype", "float")
     assert (found.dtype, found.kv_cache_dtype) == ("float16", "float32")

@@ -14,14 +14,16 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from halfbyte.config import ServerConfig
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
+from halfbyte.entrypoints.openai import admin
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
 
 
-def document_of(*keys: str) -> tuple[FastAPI, dict[str, Any]]:
+def document_of(*keys: str, enable_admin: bool = False) -> tuple[FastAPI, dict[str, Any]]:
     app = FastAPI()
-    add_routes(app, cast(Frontend, SimpleNamespace(config=SimpleNamespace(api_keys=keys))))
+    add_routes(app, cast(Frontend, SimpleNamespace(config=ServerConfig(api_keys=keys, enable_admin=enable_admin))))
     return app, app.openapi()
 
 
@@ -29,9 +31,10 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]
     return [(method, path, told) for path, methods in document["paths"].items() for method, told in methods.items()]
 
 
+@pytest.mark.parametrize("enable_admin", [False, True])
 @pytest.mark.parametrize("keys", [(), ("k",)])
-def test_it_is_valid_and_has_every_route(keys: tuple[str, ...]) -> None:
-    app, document = document_of(*keys)
+def test_it_is_valid_and_has_every_route(keys: tuple[str, ...], enable_admin: bool) -> None:
+    app, document = document_of(*keys, enable_admin=enable_admin)
     openapi_spec_validator.OpenAPIV31SpecValidator(document).validate()
     routes = {(method.lower(), route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods}
     assert {(method, path) for method, path, _ in operations(document)} == routes
@@ -76,10 +79,13 @@ def test_streams_probes_and_texts_are_told_apart() -> None:
 
 def test_keys_are_asked_for_where_they_are_needed() -> None:
     _, without = document_of()
-    assert "security" not in without and not any("401" in told["responses"] for _, _, told in operations(without))
-    _, document = document_of("k")
-    assert document["security"] == [{"bearer": []}]
-    assert document["components"]["securitySchemes"]["bearer"] == {"type": "http", "scheme": "bearer"}
-    for _, path, told in operations(document):
-        assert (told.get("security") == []) == (path in PUBLIC_PATHS)
-        assert ("401" in told["responses"]) == (path not in PUBLIC_PATHS)
+    assert not any("security" in told or "401" in told["responses"] for _, _, told in operations(without))
+    assert "securitySchemes" not in without["components"]
+    for keys, enable_admin in ((("k",), False), ((), True), (("k",), True)):
+        _, document = document_of(*keys, enable_admin=enable_admin)
+        either = [{name: []} for name in document["components"]["securitySchemes"]]
+        assert len(either) == 2
+        for _, path, told in operations(document):
+            closed = path in admin.PATHS or (bool(keys) and path not in PUBLIC_PATHS)
+            assert told.get("security") == (either if closed else None), path
+            assert ("401" in told["responses"]) == closed

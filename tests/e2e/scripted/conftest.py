@@ -11,6 +11,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from halfbyte.config import ServerConfig
 from halfbyte.engine.async_engine import AsyncEngine
+from halfbyte.engine.messages import CacheWasReset
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints.server import Server, build_app
 from halfbyte.errors import EngineDeadError
@@ -94,6 +96,7 @@ class ScriptedClient:
         self.likes: dict[str, float] = {}
         self.aborted: list[str] = []
         self.requests: list[EngineRequest] = []
+        self.actions: list[Any] = []
         self._live: dict[str, Run] = {}
         self._ended: list[EngineOutput] = []
         self._seen: set[tuple[object, ...]] = set()
@@ -131,6 +134,14 @@ class ScriptedClient:
                 self._allowed = None if self._allowed is None else self._allowed - 1
             stats = SchedulerStats(num_running=len(self._live))
             return StepOutput(outputs=outputs, stats=stats)
+
+    def control(self, action: Any) -> Future[Any]:
+        """Answered at once; the scripted engine has no cache and no weights."""
+        with self._changed:
+            self.actions.append(action)
+            answer: Future[Any] = Future()
+            answer.set_result(CacheWasReset(action.reset_running_requests or not self._live))
+            return answer
 
     def close(self) -> None: ...
 

@@ -326,11 +326,15 @@ def test_paths_and_hosts_do_not_get_around_the_key(locked: Server, path: str, ho
 
 
 def test_keys(locked: Server) -> None:
-    for good in (key("k1"), key("clé"), {"authorization": b"bearer k1"}, {"authorization": b"BEARER  k1"}):
+    for good in (
+        key("k1"), key("clé"), {"authorization": b"bearer k1"}, {"authorization": b"BEARER  k1"}, {"x-api-key": b"k1"},
+        {"x-api-key": "clé".encode()}, {"authorization": b"Bearer k2", "x-api-key": b"k1"},
+    ):  # fmt: skip
         assert locked.get("/v1/models", headers=good).status_code == 200
     for bad in (
-        key("k2"), key("K1"), key("k1x"), {"authorization": b"k1"}, {"authorization": b"Basic k1"},
-        {"x-api-key": b"k1"}, {"authorization": b"Bearer"}, {"authorization": b"Bearer \xff\xfe"}, {"api-key": b"k1"},
+        key("k2"), key("K1"), key("k1x"), {"authorization": b"k1"}, {"authorization": b"Basic k1"}, {"x-api-key": b"k2"},
+        {"x-api-key": b"Bearer k1"}, {"x-api-key": b""}, {"authorization": b"Bearer"}, {"authorization": b"Bearer \xff\xfe"},
+        {"api-key": b"k1"},
     ):  # fmt: skip
         assert locked.get("/v1/models", headers=bad).status_code == 401
     assert locked.get("/v1/models?api_key=k1").status_code == 401

@@ -1,0 +1,203 @@
+"""Control calls: from a front end to the engine between two steps, and back; an action that fails, fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+
+from halfbyte import errors
+from halfbyte.engine import controls
+from halfbyte.engine.async_engine import AsyncEngine
+from halfbyte.engine.client import InProcessClient
+from halfbyte.engine.core import EngineCore
+from halfbyte.engine.messages import CacheWasReset, Control, Failed, FromEngine, Reply, ResetPrefixCache, ToEngine
+from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.types import EngineInfo, EngineRequest, SamplingParams
+from tests.unit.scheduled_engine import Engine
+
+NUMBERS: dict[str, Any] = dict.fromkeys(
+    ("vocab_size", "max_model_len", "max_logprobs", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"), 16
+)
+INFO = EngineInfo(
+    model="m",
+    architecture="fake",
+    dtype="float32",
+    kv_cache_dtype="float32",
+    eos_token_ids=[],
+    kv_cache_bytes=0,
+    kv_cache_tokens=0,
+    max_concurrency=1.0,
+    enable_prefix_caching=True,
+    **NUMBERS,
+)
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 8) -> EngineRequest:
+    return EngineRequest(name, prompt, SamplingParams(temperature=0.0), [], 0.0, max_tokens)
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "a step ahead"])
+def core(fake_runner: Any, request: pytest.FixtureRequest) -> EngineCore:
+    engine = Engine(fake_runner)
+    return EngineCore(engine.scheduler, engine.runner, async_scheduling=request.param)
+
+
+def tokens_of(core: EngineCore) -> dict[str, list[int]]:
+    """Step until there is nothing to do: the tokens of each request."""
+    found: dict[str, list[int]] = {}
+    while core.has_work():
+        for output in core.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        core.scheduler.manager.check()
+    return found
+
+
+# --- messages ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [errors.UserError("wrong", param="level"), errors.NotFoundError("no such", param="name"), errors.CapacityError("too big"),
+     errors.UnsupportedError(errors.Refusal("no", "do that")), errors.OverloadedError("full"), errors.HalfbyteError("x")],
+)  # fmt: skip
+def test_errors_cross_as_what_they_are(error: errors.HalfbyteError) -> None:
+    wire = msgspec.msgpack.encode(Reply(1, failure=Failed.of(error)))
+    reply = msgspec.msgpack.decode(wire, type=FromEngine)
+    assert isinstance(reply, Reply) and reply.failure is not None
+    back = reply.failure.exception()
+    assert type(back) is type(error) and str(back) == str(error)
+    assert getattr(back, "param", None) == getattr(error, "param", None)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError(), OSError("x"), type("Refusal", (Exception,), {})("x")])
+def test_errors_that_are_not_ours_cross_as_the_common_one(error: Exception) -> None:
+    back = Failed.of(error).exception()
+    assert type(back) is errors.HalfbyteError and str(back)
+
+
+def test_every_action_crosses_and_is_carried_out() -> None:
+    assert set(controls._ACTIONS) == set(getattr(controls.Action, "__args__", (controls.Action,)))
+    for kind in controls._ACTIONS:
+        call = Control(7, kind())
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=ToEngine) == call
+
+
+# --- in the engine -----------------------------------------------------------------------------------------------------
+
+
+def test_reset_of_the_prefix_cache(core: EngineCore) -> None:
+    """False while a request holds blocks, unless they may be taken; then it goes on with the same tokens."""
+    prompts = {"a": list(range(1, 20)), "b": list(range(50, 60))}
+    core.add([request(name, prompt) for name, prompt in prompts.items()])
+    for _ in range(3):
+        core.step()
+    assert controls.perform(core, Control(1, ResetPrefixCache())).result == CacheWasReset(False)
+    assert core.scheduler.manager.pool.num_cached > 0
+    assert controls.perform(core, Control(2, ResetPrefixCache(True))).result == CacheWasReset(True)
+    assert core.scheduler.manager.pool.num_cached == 0 and not core.scheduler.running
+    assert set(tokens_of(core)) == {"a", "b"}
+
+
+def test_an_interrupted_request_has_the_tokens_of_one_that_was_not(core: EngineCore) -> None:
+    found: list[int] = []
+    core.add([request("a", list(range(1, 20)), 12)])
+    while core.has_work():
+        found += [token for output in core.step().outputs for token in output.new_token_ids]
+        controls.perform(core, Control(1, ResetPrefixCache(True)))
+        core.scheduler.manager.check()
+    runner: Any = core.runner
+    assert found == runner.expected_tokens(list(range(1, 20)), None, 12)
+
+
+def test_an_action_that_raises_is_its_callers_matter(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Exception] = [errors.UserError("no", param="p"), RuntimeError("bug")]
+
+    def fail(core: EngineCore, action: ResetPrefixCache) -> None:
+        raise raised.pop()
+
+    monkeypatch.setitem(controls._ACTIONS, ResetPrefixCache, fail)
+    core.add([request("a", [1, 2, 3])])
+    core.step()
+    for kind in (errors.HalfbyteError, errors.UserError):
+        reply = controls.perform(core, Control(1, ResetPrefixCache()))
+        assert reply.failure is not None and type(reply.failure.exception()) is kind
+    assert len(tokens_of(core)["a"]) == 7, "the request that ran has lost nothing"
+
+
+# --- in the front end --------------------------------------------------------------------------------------------------
+
+
+def test_in_process_client_answers_in_receive(core: EngineCore) -> None:
+    client = InProcessClient(core, info=None)  # type: ignore[arg-type]
+    client.add([request("a", [1, 2, 3])])
+    held = client.control(ResetPrefixCache())
+    free = client.control(ResetPrefixCache(True))
+    assert not held.done()
+    step = client.receive()
+    assert step is not None and held.result(0) == CacheWasReset(True) == free.result(0), "nothing was scheduled before it"
+    later = client.control(ResetPrefixCache())
+    client.receive()
+    assert later.result(0) == CacheWasReset(False)
+    unwanted = client.control(ResetPrefixCache())
+    assert unwanted.cancel()
+    client.receive()
+
+
+class MortalClient:
+    """An engine client that answers what `reply` says, and dies when it is told to."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.dies = threading.Event()
+        self.reply: Callable[[], Any] | None = None
+
+    def control(self, action: Any) -> Any:
+        future: Future[Any] = Future()
+        if self.reply is not None:
+            try:
+                future.set_result(self.reply())
+            except errors.HalfbyteError as error:
+                future.set_exception(error)
+        return future
+
+    def receive(self, timeout_s: float | None = None) -> None:
+        if self.dies.is_set():
+            raise errors.EngineDeadError("it died")
+
+    def close(self) -> None: ...
+
+
+def test_async_engine_awaits_the_reply_or_the_engines_death(json_tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        client = MortalClient(INFO)
+        engine = AsyncEngine(client, json_tokenizer)  # type: ignore[arg-type]
+        client.reply = lambda: CacheWasReset(True)
+        assert await engine.control(ResetPrefixCache()) == CacheWasReset(True)
+
+        def refuse() -> None:
+            raise errors.UserError("no", param="p")
+
+        client.reply = refuse
+        with pytest.raises(errors.UserError) as caught:
+            await engine.control(ResetPrefixCache())
+        assert caught.value.param == "p"
+        client.reply = None
+        waiting = [asyncio.create_task(engine.control(ResetPrefixCache())) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        client.dies.set()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(ended[0], asyncio.CancelledError)
+        assert [str(error) for error in ended[1:]] == ["it died"] * 2
+        assert all(isinstance(error, errors.EngineDeadError) for error in ended[1:])
+        with pytest.raises(errors.EngineDeadError):
+            await engine.control(ResetPrefixCache())
+        await engine.close()
+
+    asyncio.run(run())
