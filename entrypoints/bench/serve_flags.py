@@ -16,6 +16,7 @@ from halfbyte.entrypoints.bench.serve_metrics import GOODPUT_METRICS, METRICS
 from halfbyte.entrypoints.bench.shared_flags import count_flag, range_check
 from halfbyte.entrypoints.flag_table import API_KEY_VARIABLES, LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
+from halfbyte.entrypoints.http_client import key_headers
 from halfbyte.errors import UserError
 
 # backend -> its route; a backend is a form of request
@@ -213,8 +214,7 @@ def _base_url(given: Mapping[str, Any]) -> str:
 
 
 def _headers(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    key = given.get("api_key") or environ.get(API_KEY_VARIABLES[0])
-    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | _pairs("header", "=", given)
+    headers = key_headers(given.get("api_key"), environ) | _pairs("header", "=", given)
     if not all(text.isascii() and text.isprintable() for text in (*headers, *headers.values())):
         raise UsageError("--header and --api-key must be printable ASCII")
     return headers
