@@ -24,9 +24,11 @@ _LONGEST_WAIT_S = 30.0
 _MAX_REASON_CHARS = 300
 
 
-def key_headers(given: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def key_headers(
+    given: str | None, environ: Mapping[str, str] = os.environ, variable: str = API_KEY_VARIABLES[0]
+) -> dict[str, str]:
     """What a server with a key wants to see: the key that was given, else the one in the environment."""
-    key = given or environ.get(API_KEY_VARIABLES[0])
+    key = given or environ.get(variable)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

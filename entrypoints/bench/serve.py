@@ -48,6 +48,8 @@ def run(argv: Sequence[str]) -> int:
         for index, load in enumerate(plan.loads):
             seed = plan.seed + index  # a run must not find the prompts of the one before in the server's cache
             sample = load_requests(plan.dataset, plan.given, tokenizer, plan.num_prompts + plan.num_warmups, seed)
+            if plan.admin_headers is not None:
+                server.reset_prefix_cache(plan.admin_headers)
             records = uvloop.run(_drive(plan, load, _calls(plan, model.name, sample.requests), seed))
             result = _configuration(plan, load, seed) | {"model_id": model.name, "tokenizer_id": tokenizer_name}
             result |= {"prefix_share": sample.prefix_share}
@@ -163,6 +165,7 @@ def _configuration(plan: Plan, load: Load, seed: int) -> dict[str, Any]:
         "label": given.get("label"),
         "dataset_name": plan.dataset,
         "num_prompts": plan.num_prompts,
+        "reset_prefix_cache": plan.admin_headers is not None,
         "seed": seed,
         **{name: "inf" if value == math.inf else value for name, value in numbers.items()},
         "max_concurrency": load.max_concurrency,

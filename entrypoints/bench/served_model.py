@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from halfbyte.config import EngineOptions
 from halfbyte.engine.front import find_model
 from halfbyte.engine.tokenizer import Tokenizer, load_tokenizer
@@ -22,6 +24,7 @@ from halfbyte.model_runner.catalogue import CATALOGUE
 
 _TIMEOUT_S = 60.0
 _POLL_S = 0.5
+_RESET_PATH = "/reset_prefix_cache"
 # Letters of several scripts, digits and signs: their tokens lie far apart in any vocabulary.
 _SAMPLE_TEXT = "".join(map(chr, range(0x20, 0x250))) + "the quick brown fox jumps over the lazy dog 0123456789"
 
@@ -79,6 +82,16 @@ class MeasuredServer(Server):
     def ask(self, path: str, body: bytes) -> None:
         """Send one request and wait for its whole answer."""
         self.send("POST", path, content=body, headers={"Content-Type": "application/json"})
+
+    def reset_prefix_cache(self, headers: Mapping[str, str]) -> None:
+        """Have the server forget its prefixes; vLLM's answers nothing when it has. `headers` bring the key of operators."""
+        body = self.send("POST", _RESET_PATH, headers=dict(headers))
+        try:
+            success = not body or msgspec.json.decode(body)["success"] is True
+        except (msgspec.DecodeError, LookupError, TypeError):
+            success = False
+        if not success:
+            raise HalfbyteError(f"{self.url}{_RESET_PATH} did not empty the cache, which other requests may hold")
 
     def tokenizer_call(self, path: str, body: Mapping[str, Any], key: str) -> Any:
         """`key` of what the server's /tokenize or /detokenize answers."""

@@ -1,8 +1,8 @@
 """`halfbyte run-batch -i IN -o OUT`: the server's POST routes, called by the lines of a file instead of by clients.
 
 Knows the flags, and brings together what they ask for: lines (`halfbyte.entrypoints.batch`), the file of their answers
-(`batch_output`), and what answers (`batch_routes`): the application which `serve` builds, without a socket, so that limits, errors
-and answers are the server's, or a server that runs already. docs/serve.md describes the format.
+(`batch_output`), and what answers (`batch_routes`). That is the application which `serve` builds, called without a socket, so
+that limits, errors and answers are the server's; or a server that runs already. docs/serve.md describes the format.
 """
 
 from __future__ import annotations
