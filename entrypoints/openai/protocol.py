@@ -64,6 +64,8 @@ class GenerationFields(StrictModel):
     logit_bias: TokenBiases | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     prompt_logprobs: Int64 | None = None
     logprob_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
