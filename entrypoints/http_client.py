@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -83,7 +83,7 @@ class Server:
         except httpx.InvalidURL as error:
             raise HalfbyteError(f"{url!r} is not a URL: {error}; {hint}") from None
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

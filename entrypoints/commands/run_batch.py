@@ -225,8 +225,7 @@ async def _answer(job: Job, routes: Routes, max_open_lines: int) -> None:
     job.output.begin()
     syncing = asyncio.create_task(_keep_synced(job.output))
     try:
-        how = {"reader": job.reader, "kept": job.kept, "hint": job.hint}
-        await answer_file(routes, job.file, job.output.write, max_open_lines, **how)
+        await answer_file(routes, job.file, job.output.write, max_open_lines, reader=job.reader, kept=job.kept, hint=job.hint)
     finally:
         syncing.cancel()
     job.output.finish()

@@ -87,6 +87,11 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
         "tools": [[], [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]],
         "response_format": [{"type": "json_schema"}, {"type": "nonsense"}],
     },
+    "/v1/chat/completions/batch": {
+        "messages": [[], CHAT["messages"], [[]], [CHAT["messages"]] * 1025, [CHAT["messages"], [{"role": "user", "content": 5}]]],
+        "n": [2],
+        "stream": [True],
+    },
     "/v1/systemone": {
         "questions": [
             {},
@@ -116,6 +121,7 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
 }
 BODIES: dict[str, dict[str, Any]] = {
     **GENERATE,
+    "/v1/chat/completions/batch": CHAT | {"messages": [CHAT["messages"]] * 2},
     "/v1/systemone": {"state": "Hi", "questions": {"q": NOUL}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [PREDICATE]},
     "/tokenize": {"prompt": "Hi"},

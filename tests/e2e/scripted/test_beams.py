@@ -118,7 +118,8 @@ def test_a_client_that_leaves_ends_all_beams(start_scripted: Callable[..., Serve
     server = start_scripted()
     server.model.hold()
     content = json.dumps(body(ROUTES[0], prompt=["left", "alone"])).encode()
-    head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(head.encode() + content)
         server.model.wait(lambda model: model.num_live == 2)
