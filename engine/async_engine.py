@@ -106,16 +106,19 @@ class AsyncEngine:
         grammar: str | None = None,
         thinking: Thinking | None = None,
         marks: Mapping[int, str] | None = None,
+        is_admitted: bool = False,
     ) -> Generation:
         """Start a generation of `params.n` sequences. Raises UserError, OverloadedError or EngineDeadError at once, or never.
 
         grammar: from `compile_grammar`. thinking: how the model's thoughts look. marks: as `OutputProcessor.add` has it.
+        is_admitted: whoever makes many requests for one call admits them together.
         """
         self._require_alive()
         requests = self._maker.make(
             prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar, thinking=thinking
         )
-        self.admit(params.n, len(prompt_token_ids))
+        if not is_admitted:
+            self.admit(params.n, len(prompt_token_ids))
         return self._start(requests, params, marks)
 
     def read(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import threading
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -25,6 +25,7 @@ METHOD = "POST"
 # Lines that may be known and not yet written, for each that may be open: those behind a slow one go on, and memory is bounded.
 LINES_PER_OPEN_LINE = 8
 _LINES_READ_AHEAD = 16
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_ECHOED_CHARS = 200
 
 
@@ -56,11 +57,17 @@ class Answer(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input that can be sent. `body` is its JSON as it stands in the file, not looked at any further."""
+    """A line of the input that can be sent. `body` is its JSON as it stands in the file; `model` is what it says of that."""
 
+    request_id: str
     custom_id: str
     url: str
     body: bytes
+    model: Any = None
+
+    @property
+    def id(self) -> str:
+        return _public_id(self.request_id)
 
 
 class _Fields(msgspec.Struct):
@@ -70,8 +77,9 @@ class _Fields(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
 
 
-class _Streaming(msgspec.Struct):
+class _Asked(msgspec.Struct):
     stream: Any = None
+    model: Any = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -79,63 +87,92 @@ class _ErrorBody(msgspec.Struct):
 
 
 class LineReader:
-    """Reads the lines of one file in turn. Of each it remembers the custom_id, which no other may have."""
+    """Reads the lines of one file in turn. Of each it remembers the custom_id, which no other may have.
 
-    def __init__(self) -> None:
+    number: of the line that was read last, from 1, blank ones counted.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         self._custom_ids: set[str] = set()
 
-    def read(self, number: int, text: bytes) -> Line | Answer:
-        """The line, or the answer that says why it cannot be sent. number: its place in the file, from 1."""
+    def read(self, text: bytes) -> Line | Answer | None:
+        """The line, the answer that says why it cannot be sent, or None where there is nothing."""
+        self.number += 1
+        if self.number == 1:
+            text = text.removeprefix(_BYTE_ORDER_MARK)
+        text = text.strip()
+        return self._read(text, _request_id(self.number, text)) if text else None
+
+    def _read(self, text: bytes, request_id: str) -> Line | Answer:
+        def refused(message: str, param: str | None, custom_id: str | None = None) -> Answer:
+            error = LineError(
+                message=f"line {self.number}{message}", type="BadRequestError", param=param, code=int(HTTPStatus.BAD_REQUEST)
+            )
+            return Answer(id=_public_id(request_id), custom_id=custom_id, error=error)
+
         try:
             fields = msgspec.json.decode(text, type=_Fields)
         except (msgspec.DecodeError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-            return _refused(None, f"line {number} is not a JSON object: {reason}", None)
-        custom_id = fields.custom_id if isinstance(fields.custom_id, str) and fields.custom_id else None
-        if custom_id is None:
-            return _refused(None, f"line {number} needs a custom_id, a text", "custom_id")
+            return refused(f" is not a JSON object: {reason}", None)
+        custom_id = fields.custom_id
+        if not isinstance(custom_id, str) or not custom_id:
+            return refused(" needs a custom_id, a text", "custom_id")
         if custom_id in self._custom_ids:
-            return _refused(custom_id, f"line {number} repeats the custom_id {_echo(custom_id)}", "custom_id")
+            return refused(f" repeats the custom_id {_echo(custom_id)}", "custom_id", custom_id)
         self._custom_ids.add(custom_id)
         if fields.method != METHOD:
-            return _refused(custom_id, f"line {number}: method must be {METHOD}, got {_echo(fields.method)}", "method")
+            return refused(f": method must be {METHOD}, got {_echo(fields.method)}", "method", custom_id)
         if fields.url not in URLS:
-            return _refused(custom_id, f"line {number}: url must be one of {', '.join(URLS)}, got {_echo(fields.url)}", "url")
+            return refused(f": url must be one of {', '.join(URLS)}, got {_echo(fields.url)}", "url", custom_id)
         body = bytes(fields.body)
         if not body:
-            return _refused(custom_id, f"line {number} needs a body", "body")
-        if _streams(body):
-            return _refused(custom_id, f"line {number}: answers are not streamed here; leave out stream", "stream")
-        return Line(custom_id, fields.url, body)
+            return refused(" needs a body", "body", custom_id)
+        asked = _asked(body)
+        if asked.stream is not None and asked.stream is not False:
+            return refused(": answers are not streamed here; leave out stream", "stream", custom_id)
+        return Line(request_id, custom_id, fields.url, body, asked.model)
 
 
-def answered(line: Line, request_id: str, status: int, body: bytes) -> Answer:
+def answered(line: Line, status: int, body: bytes) -> Answer:
     """What is written of a route's answer. An HTTP error is both: the response, and its error object."""
-    error = None
-    if status >= HTTPStatus.BAD_REQUEST:
-        try:
+    error, succeeded = None, HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES
+    try:
+        if succeeded:
+            msgspec.json.decode(body, type=msgspec.Raw)
+        else:
             error = msgspec.json.decode(body, type=_ErrorBody).error
-        except msgspec.DecodeError:
-            body = b"null"
-            error = LineError(message=f"the route answered {status} and no error object", type="InternalServerError", code=status)
+    except msgspec.DecodeError:
+        body = b"null"
+        missing = "no JSON" if succeeded else "no error object"
+        error = LineError(message=f"the route answered {status} and {missing}", type="InternalServerError", code=status)
     if b"\n" in body:  # the answer is to be one line
         body = msgspec.json.encode(msgspec.json.decode(body))
-    response = LineResponse(status_code=status, request_id=request_id, body=msgspec.Raw(body))
-    return Answer(id=f"halfbyte-{request_id}", custom_id=line.custom_id, response=response, error=error)
+    response = LineResponse(status_code=status, request_id=line.request_id, body=msgspec.Raw(body))
+    return Answer(id=line.id, custom_id=line.custom_id, response=response, error=error)
 
 
-def _refused(custom_id: str | None, message: str, param: str | None) -> Answer:
-    error = LineError(message=message, type="BadRequestError", param=param, code=int(HTTPStatus.BAD_REQUEST))
-    return Answer(id=f"halfbyte-{uuid.uuid4().hex}", custom_id=custom_id, error=error)
+def lines(number: int) -> str:
+    """So many of them, in words."""
+    return f"{number} line{'' if number == 1 else 's'}"
 
 
-def _streams(body: bytes) -> bool:
-    """Whether the body asks for a stream, in whatever spelling. What else is wrong with it is the route's to say."""
+def _request_id(number: int, text: bytes) -> str:
+    """The same in each run over the same file, so that an answer says which line of which file it answers."""
+    return hashlib.blake2b(b"%d:%s" % (number, text), digest_size=16).hexdigest()
+
+
+def _public_id(request_id: str) -> str:
+    return f"halfbyte-{request_id}"
+
+
+def _asked(body: bytes) -> _Asked:
+    """Whether the body asks for a stream, in whatever spelling, and of whom. What is wrong with it is the route's to say."""
     try:
-        asked = msgspec.json.decode(body, type=_Streaming).stream
+        return msgspec.json.decode(body, type=_Asked)
     except msgspec.DecodeError:
-        return False
-    return asked is not None and asked is not False
+        return _Asked()
 
 
 def _echo(value: Any) -> str:
@@ -198,12 +235,20 @@ class FileLines:
 class Batch:
     """One run: `send` answers lines, at most `max_open_lines` at once, and `write` gets each answer when it is its turn.
 
-    num_written and num_failed say how far it is. What `send` and `write` raise ends the run; a line that merely failed does not.
+    reader: has read what is before the lines that come. num_written and num_failed say how far this run is. What `send` and
+    `write` raise ends it; a line that merely failed does not.
     """
 
-    def __init__(self, send: Callable[[Line], Awaitable[Answer]], write: Callable[[bytes], None], max_open_lines: int) -> None:
+    def __init__(
+        self,
+        send: Callable[[Line], Awaitable[Answer]],
+        write: Callable[[bytes], None],
+        max_open_lines: int,
+        reader: LineReader | None = None,
+    ) -> None:
         self.num_written = 0
         self.num_failed = 0
+        self._reader = reader or LineReader()
         self._send = send
         self._write = write
         self._open = asyncio.Semaphore(max_open_lines)
@@ -227,16 +272,13 @@ class Batch:
             await asyncio.gather(*rest, return_exceptions=True)
 
     async def _read(self, texts: AsyncIterator[bytes]) -> None:
-        reader = LineReader()
-        number = 0
         try:
             async for text in texts:
-                number += 1
-                if not text.strip():
-                    continue
                 await self._unwritten.acquire()
-                line = reader.read(number, text)
-                if isinstance(line, Line):
+                line = self._reader.read(text)
+                if line is None:
+                    self._unwritten.release()
+                elif isinstance(line, Line):
                     await self._open.acquire()
                     self._answers.put_nowait(asyncio.create_task(self._answer(line)))
                 else:

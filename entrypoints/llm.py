@@ -20,6 +20,7 @@ from halfbyte.engine.client import EngineClient, InProcessClient
 from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.tokenizer import SEAM, Tokenizer
+from halfbyte.entrypoints.beam_search import Beam, BeamSearch, BeamSearchParams, step_params
 from halfbyte.entrypoints.chat_template import ChatTemplate
 from halfbyte.entrypoints.decisions.decider import Asking, Decider
 from halfbyte.entrypoints.decisions.offline import decide_all
@@ -28,7 +29,15 @@ from halfbyte.entrypoints.decisions.questions import read_questions
 from halfbyte.entrypoints.decisions.results import Decided, Decision, as_decision
 from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import find_temperatures
-from halfbyte.entrypoints.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from halfbyte.entrypoints.offline import BeamJob, find_beams
+from halfbyte.entrypoints.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+)
 from halfbyte.errors import UserError
 from halfbyte.types import SamplingParams, TokenLogprobs
 
@@ -37,7 +46,7 @@ Message = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
+__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput"]
 
 # Arguments of vLLM's LLM that mean nothing else here: accepted with exactly these values, refused with any other.
 _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -127,8 +136,7 @@ class LLM:
         Returns one RequestOutput per prompt, in the order of the prompts. UserError names a wrong argument before anything
         is computed.
         """
-        single = isinstance(prompts, (str, dict)) or _is_token_ids(prompts)
-        prompt_list: list[Any] = [prompts] if single else list(prompts)
+        prompt_list = self._prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompt_list))
         if priority is not None and len(priority) != len(prompt_list):
             raise UserError(f"{len(prompt_list)} prompts but {len(priority)} priorities", param="priority")
@@ -168,6 +176,45 @@ class LLM:
             ids = self._tokenizer.encode(text, add_special_tokens=False, seams=True)
             jobs.append(self._job({"prompt_token_ids": ids, "prompt": text.replace(SEAM, "")}, p))
         return self._run(jobs, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, best first. Prompts are as `generate` has them.
+
+        concurrency_limit: how many prompts are searched for at once (default: all). UserError names a wrong argument before
+        anything is computed.
+        """
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise UserError(f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit")
+        step = step_params(self.info, params.beam_width, "beam_width")
+        ends = () if params.ignore_eos else self.info.eos_token_ids
+        jobs = []
+        for prompt in self._prompt_list(prompts):
+            job = self._job(prompt, step)
+            self._maker.limits.check_prompt(job.prompt_token_ids)
+            num_tokens = self._maker.limits.effective_max_tokens(params.max_tokens, len(job.prompt_token_ids))
+            search = BeamSearch(job.prompt_token_ids, params.beam_width, num_tokens, params.length_penalty, ends)
+            jobs.append(BeamJob(search, job.cache_salt))
+        with tqdm(total=len(jobs), desc="Searching", unit="prompt", disable=not use_tqdm) as progress:
+            find_beams(self._maker, self._client, jobs, step, concurrency_limit or len(jobs), progress.update)
+        return [BeamSearchOutput([self._sequence(job.search, beam, params) for beam in job.search.best()]) for job in jobs]
+
+    def _sequence(self, search: BeamSearch, beam: Beam, params: BeamSearchParams) -> BeamSearchSequence:
+        tokens = search.tokens(beam)
+        hidden = beam.has_ended and not params.include_stop_str_in_output
+        return BeamSearchSequence(
+            tokens=tokens,
+            logprobs=[self._position(entry) for entry in beam.logprobs],
+            cum_logprob=beam.cum_logprob,
+            text=self._tokenizer.decode(tokens[:-1] if hidden else tokens, skip_special_tokens=hidden or not beam.has_ended),
+            finish_reason="stop" if beam.has_ended else "length",
+        )
 
     def decide(
         self,
@@ -228,6 +275,9 @@ class LLM:
 
     def _template(self, chat_template: str | None = None) -> ChatTemplate:
         return ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
+
+    def _prompt_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+        return [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:

@@ -49,3 +49,23 @@ class RequestOutput:
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """A beam. `tokens` begins with the prompt's, and so does `text`; `cum_logprob` is the sum over the tokens behind it."""
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs]
+    cum_logprob: float
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

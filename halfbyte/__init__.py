@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from halfbyte.entrypoints.beam_search import BeamSearchParams as BeamSearchParams
     from halfbyte.entrypoints.llm import LLM as LLM
     from halfbyte.entrypoints.llm import CompletionOutput as CompletionOutput
     from halfbyte.entrypoints.llm import RequestOutput as RequestOutput
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from halfbyte.types import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "kvcache").is_dir() and (_ROOT / "pyproject.toml").is_file():
@@ -26,6 +35,7 @@ if (_ROOT / "kvcache").is_dir() and (_ROOT / "pyproject.toml").is_file():
 
 _LAZY = {
     "LLM": "halfbyte.entrypoints.llm",
+    "BeamSearchParams": "halfbyte.entrypoints.beam_search",
     "CompletionOutput": "halfbyte.entrypoints.llm",
     "RequestOutput": "halfbyte.entrypoints.llm",
     "SamplingParams": "halfbyte.types",

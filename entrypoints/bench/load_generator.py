@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from halfbyte.entrypoints.bench.serve_metrics import Record
+from halfbyte.entrypoints.http_client import EventData, failure, reason_of
 from halfbyte.log import one_line
 
 Clock = Callable[[], float]
@@ -27,7 +28,6 @@ Sleep = Callable[[float], Awaitable[None]]
 
 # Servers close idle connections after some seconds. Ours are given up earlier, so that none is closed just as it is reused.
 _KEEP_ALIVE_S = 2.0
-_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class Client:
                         reader.feed(data, clock())
                     reader.end(clock())
                 else:
-                    record.error = f"HTTP {response.status}: {_reason(await response.read())}"
+                    record.error = f"HTTP {response.status}: {reason_of(await response.read())}"
         except TimeoutError:
             record.error = f"no complete answer within {self._timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            record.error = one_line(f"{type(error).__name__}: {error}")[:_MAX_REASON_CHARS]
+            record.error = failure(error)
         except msgspec.MsgspecError as error:
             record.error = one_line(f"an event of the stream cannot be read: {error}")
         record.ended_s = clock()
@@ -184,16 +184,14 @@ class StreamReader:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._rest = b""
+        self._events = EventData()
         self._is_complete = False
         self._num_reported_tokens: int | None = None
 
     def feed(self, data: bytes, now_s: float) -> None:
         """`data` arrived at `now_s`. An event has arrived when its last byte has."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._read(line[5:].strip(), now_s)
+        for payload in self._events.feed(data):
+            self._read(payload, now_s)
 
     def end(self, now_s: float) -> None:
         """The server closed the stream: count what came, or say what is missing."""
@@ -211,7 +209,7 @@ class StreamReader:
             return
         event, record = _decode(payload), self._record
         if event.error is not None:
-            record.error = record.error or f"the server ended the stream: {_reason(payload)}"
+            record.error = record.error or f"the server ended the stream: {reason_of(payload)}"
         if (usage := event.usage) is not None:
             if usage.prompt_tokens is not None:
                 record.num_prompt_tokens = usage.prompt_tokens
@@ -229,15 +227,3 @@ class StreamReader:
             if text or not (opens or closes) or (closes and not record.arrivals_s):
                 record.arrivals_s.append(now_s)
                 record.texts.append(text)
-
-
-def _reason(body: bytes) -> str:
-    """The message of an error body, whatever its shape, in one short line."""
-    try:
-        found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        found = body.decode(errors="replace")
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict):
-            found = found.get(key, found)
-    return one_line(str(found).strip())[:_MAX_REASON_CHARS]

@@ -20,7 +20,7 @@ from halfbyte.errors import HalfbyteError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Flags whose values are not for a file that is shown to others.
-SECRET_FLAGS = frozenset({"--api-key", "--hf-token", "--header"})
+SECRET_FLAGS = frozenset({"--admin-api-key", "--api-key", "--hf-token", "--header"})
 HIDDEN = "***"
 _VERSIONS = frozenset({"halfbyte", "python", "torch cuda / hip", *PACKAGES})
 

@@ -28,7 +28,7 @@ from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
     from halfbyte.entrypoints.bench.load_generator import Call
-    from halfbyte.entrypoints.bench.served_model import ServedModel, Server
+    from halfbyte.entrypoints.bench.served_model import MeasuredServer, ServedModel
 
 # Files and sockets of the process besides the connections of a run.
 _SPARE_FILES = 64
@@ -39,15 +39,17 @@ def run(argv: Sequence[str]) -> int:
     _prepare(plan)
     import uvloop
 
-    from halfbyte.entrypoints.bench.served_model import Server, find_tokenizer
+    from halfbyte.entrypoints.bench.served_model import MeasuredServer, find_tokenizer
 
     points = []
-    with Server(plan.base_url, plan.headers) as server:
+    with MeasuredServer(plan.base_url, plan.headers) as server:
         model = _find_model(plan, server)
         tokenizer_name, tokenizer = find_tokenizer(plan.given.get("tokenizer"), model, server)
         for index, load in enumerate(plan.loads):
             seed = plan.seed + index  # a run must not find the prompts of the one before in the server's cache
             sample = load_requests(plan.dataset, plan.given, tokenizer, plan.num_prompts + plan.num_warmups, seed)
+            if plan.admin_headers is not None:
+                server.reset_prefix_cache(plan.admin_headers)
             records = uvloop.run(_drive(plan, load, _calls(plan, model.name, sample.requests), seed))
             result = _configuration(plan, load, seed) | {"model_id": model.name, "tokenizer_id": tokenizer_name}
             result |= {"prefix_share": sample.prefix_share}
@@ -93,7 +95,7 @@ def _require(package: str) -> None:
         raise HalfbyteError(f"bench serve needs {package}, which the extra `bench` brings: pip install {package}")
 
 
-def _find_model(plan: Plan, server: Server) -> ServedModel:
+def _find_model(plan: Plan, server: MeasuredServer) -> ServedModel:
     """What is measured, once the server is ready: with --ready-check-timeout-sec it must have answered a request."""
     asked, timeout_s = plan.given.get("model"), plan.given.get("ready_check_timeout_sec", 0)
 
@@ -163,6 +165,7 @@ def _configuration(plan: Plan, load: Load, seed: int) -> dict[str, Any]:
         "label": given.get("label"),
         "dataset_name": plan.dataset,
         "num_prompts": plan.num_prompts,
+        "reset_prefix_cache": plan.admin_headers is not None,
         "seed": seed,
         **{name: "inf" if value == math.inf else value for name, value in numbers.items()},
         "max_concurrency": load.max_concurrency,

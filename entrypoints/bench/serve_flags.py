@@ -14,8 +14,9 @@ from typing import Any
 from halfbyte.entrypoints.bench.datasets import DATASET_FLAGS, DEFAULT_DATASET, fresh_seed
 from halfbyte.entrypoints.bench.serve_metrics import GOODPUT_METRICS, METRICS
 from halfbyte.entrypoints.bench.shared_flags import count_flag, range_check
-from halfbyte.entrypoints.flag_table import API_KEY_VARIABLES, LOG_LEVEL
+from halfbyte.entrypoints.flag_table import ADMIN_KEY_VARIABLES, API_KEY_VARIABLES, LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, UsageError, parse
+from halfbyte.entrypoints.http_client import key_headers
 from halfbyte.errors import UserError
 
 # backend -> its route; a backend is a form of request
@@ -83,6 +84,10 @@ FLAGS = (
     _positive(
         "request-timeout-sec", f"a request fails when its answer takes longer (default: {DEFAULT_REQUEST_TIMEOUT_S})", "server"
     ),
+    _server(
+        "reset-prefix-cache", "empty the server's prefix cache before each run; the server needs --enable-admin", kind="switch"
+    ),
+    _server("admin-api-key", f"the server's key for that (default: {ADMIN_KEY_VARIABLES[0]})"),
     *DATASET_FLAGS,
     count_flag("num-prompts", "requests of a run", DEFAULT_NUM_PROMPTS, group="load"),
     count_flag("num-warmups", "requests before a run that do not count", 0, least=0, group="load"),
@@ -134,10 +139,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was asked for, checked. `given` holds what needs no second look, by the flag's field."""
+    """What was asked for, checked. `given` holds what needs no second look, by the flag's field.
+
+    admin_headers: None where the server's cache is left as it is.
+    """
 
     base_url: str
     headers: Mapping[str, str]
+    admin_headers: Mapping[str, str] | None
     body: Mapping[str, Any]
     loads: tuple[Load, ...]
     seed: int
@@ -193,6 +202,7 @@ def read_plan(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> P
     return Plan(
         base_url=_base_url(given),
         headers=_headers(given, environ),
+        admin_headers=_admin_headers(given, environ),
         body=sampling | given.get("extra_body", {}),
         loads=loads,
         seed=given.get("seed", fresh_seed()),
@@ -213,10 +223,20 @@ def _base_url(given: Mapping[str, Any]) -> str:
 
 
 def _headers(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    key = given.get("api_key") or environ.get(API_KEY_VARIABLES[0])
-    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | _pairs("header", "=", given)
+    return _printable("--header and --api-key", key_headers(given.get("api_key"), environ) | _pairs("header", "=", given))
+
+
+def _admin_headers(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str] | None:
+    if not given.get("reset_prefix_cache"):
+        if "admin_api_key" in given:
+            raise UsageError("--admin-api-key is for --reset-prefix-cache: give both")
+        return None
+    return _printable("--admin-api-key", key_headers(given.get("admin_api_key"), environ, ADMIN_KEY_VARIABLES[0]))
+
+
+def _printable(flags: str, headers: dict[str, str]) -> dict[str, str]:
     if not all(text.isascii() and text.isprintable() for text in (*headers, *headers.values())):
-        raise UsageError("--header and --api-key must be printable ASCII")
+        raise UsageError(f"{flags} must be printable ASCII")
     return headers
 
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import httpx
+import msgspec
 
 from halfbyte.config import EngineOptions
 from halfbyte.engine.front import find_model
 from halfbyte.engine.tokenizer import Tokenizer, load_tokenizer
+from halfbyte.entrypoints.http_client import Server
 from halfbyte.errors import HalfbyteError
-from halfbyte.log import one_line
 from halfbyte.model_runner.catalogue import CATALOGUE
 
-_TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_TIMEOUT_S = 60.0
 _POLL_S = 0.5
-_MAX_REASON_CHARS = 300
+_RESET_PATH = "/reset_prefix_cache"
 # Letters of several scripts, digits and signs: their tokens lie far apart in any vocabulary.
 _SAMPLE_TEXT = "".join(map(chr, range(0x20, 0x250))) + "the quick brown fox jumps over the lazy dog 0123456789"
 
@@ -37,26 +37,16 @@ class ServedModel:
     root: str = ""
 
 
-class Server:
-    """`with Server(base_url, headers) as server`. Everything that fails is a HalfbyteError of one line."""
+class MeasuredServer(Server):
+    """The server of a run. Everything that fails is a HalfbyteError of one line."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        self.base_url = base_url
-        try:
-            self._client = httpx.Client(base_url=base_url, headers=dict(headers), timeout=_TIMEOUT)
-        except httpx.InvalidURL as error:
-            raise HalfbyteError(f"--base-url: {base_url!r} is not a URL: {error}") from None
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
+        super().__init__(base_url, headers, _TIMEOUT_S, "set --base-url, or --host and --port")
 
     def model(self, name: str | None) -> ServedModel:
         """The served model of that name, or the first one. A server that lists none can still be asked by name."""
         try:
-            cards = self._call("GET", "/v1/models")["data"]
+            cards = self.call("GET", "/v1/models")["data"]
             found = [ServedModel(str(card["id"]), str(card.get("root") or "")) for card in cards]
         except HalfbyteError:
             if name is None:
@@ -68,7 +58,7 @@ class Server:
             if name in (None, model.name):
                 return model
         if name is None:
-            raise HalfbyteError(f"{self.base_url}/v1/models lists no model; name one with --model")
+            raise HalfbyteError(f"{self.url}/v1/models lists no model; name one with --model")
         return ServedModel(name)
 
     def wait_until_ready(
@@ -91,31 +81,24 @@ class Server:
 
     def ask(self, path: str, body: bytes) -> None:
         """Send one request and wait for its whole answer."""
-        self._send("POST", path, content=body, headers={"Content-Type": "application/json"})
+        self.send("POST", path, content=body, headers={"Content-Type": "application/json"})
+
+    def reset_prefix_cache(self, headers: Mapping[str, str]) -> None:
+        """Have the server forget its prefixes; vLLM's answers nothing when it has. `headers` bring the key of operators."""
+        body = self.send("POST", _RESET_PATH, headers=dict(headers))
+        try:
+            success = not body or msgspec.json.decode(body)["success"] is True
+        except (msgspec.DecodeError, LookupError, TypeError):
+            success = False
+        if not success:
+            raise HalfbyteError(f"{self.url}{_RESET_PATH} did not empty the cache, which other requests may hold")
 
     def tokenizer_call(self, path: str, body: Mapping[str, Any], key: str) -> Any:
         """`key` of what the server's /tokenize or /detokenize answers."""
         try:
-            return self._call("POST", path, json=body)[key]
+            return self.call("POST", path, json=body)[key]
         except (LookupError, TypeError):
-            raise HalfbyteError(f"{self.base_url}{path} answers without {key!r}") from None
-
-    def _call(self, method: str, path: str, **request: Any) -> Any:
-        try:
-            return self._send(method, path, **request).json()
-        except ValueError:
-            raise HalfbyteError(f"{self.base_url}{path} does not answer with JSON") from None
-
-    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
-        try:
-            response = self._client.request(method, path, **request)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            reason = one_line(str(error)) or type(error).__name__
-            raise HalfbyteError(f"no answer from {self.base_url} ({reason}); set --base-url, or --host and --port") from None
-        if response.is_error:
-            reason = one_line(response.text.strip())[:_MAX_REASON_CHARS]
-            raise HalfbyteError(f"{self.base_url}{path} answers {response.status_code}: {reason}")
-        return response
+            raise HalfbyteError(f"{self.url}{path} answers without {key!r}") from None
 
 
 class ServerTokenizer:
@@ -124,7 +107,7 @@ class ServerTokenizer:
     vocab_size: a lower bound; every id below it exists.
     """
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: MeasuredServer, model: str) -> None:
         self._server = server
         self._model = model
 
@@ -140,7 +123,7 @@ class ServerTokenizer:
         return max(self.encode(_SAMPLE_TEXT, add_special_tokens=False)) + 1
 
 
-def find_tokenizer(name: str | None, model: ServedModel, server: Server) -> tuple[str, Tokenizer | ServerTokenizer]:
+def find_tokenizer(name: str | None, model: ServedModel, server: MeasuredServer) -> tuple[str, Tokenizer | ServerTokenizer]:
     """A name and a tokenizer: the one asked for, else the served model's if that is on this machine, else the server's own."""
     if name is not None:
         return name, load_tokenizer(find_model(name, EngineOptions()))
@@ -155,4 +138,4 @@ def find_tokenizer(name: str | None, model: ServedModel, server: Server) -> tupl
             f"there is no tokenizer for {model.name!r}: it is no model on this machine, and "
             f"its server has none for us ({error}); name one with --tokenizer"
         ) from None
-    return f"{server.base_url}/tokenize", tokenizer
+    return f"{server.url}/tokenize", tokenizer

@@ -6,21 +6,18 @@ Knows only HTTP: any OpenAI-compatible server will do. The server's error messag
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx
-
 from halfbyte.entrypoints.flag_table import API_KEY_VARIABLES, LOG_LEVEL
 from halfbyte.entrypoints.flags import Flag, parse
+from halfbyte.entrypoints.http_client import Server, key_headers, reason_of
 from halfbyte.errors import HalfbyteError
-from halfbyte.log import one_line
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
-# A first token may be long in coming; a connection is not.
-_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
+# A first token may be long in coming.
+_TIMEOUT_S = 600.0
 
 FLAGS = (
     Flag(name="url", help=f"where the server is (default: {DEFAULT_URL})"),
@@ -36,13 +33,13 @@ FLAGS = (
 
 def run(argv: Sequence[str]) -> int:
     given = parse("chat", "Talk to a running server. Ctrl-D ends.", FLAGS, argv).command
-    key = given.get("api_key") or os.environ.get(API_KEY_VARIABLES[0]) or ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     settings = {name: given[name] for name in ("max_tokens", "temperature") if name in given}
     messages: list[dict[str, str]] = []
     if "system_prompt" in given:
         messages.append({"role": "system", "content": given["system_prompt"]})
-    with Conversation(given.get("url", DEFAULT_URL), headers, settings, messages) as conversation:
+    url, hint = given.get("url", DEFAULT_URL), "start a server with `halfbyte serve`, or set --url"
+    with Server(url, key_headers(given.get("api_key")), _TIMEOUT_S, hint) as server:
+        conversation = Conversation(server, settings, messages)
         conversation.choose_model(given.get("model_name"))
         if "quick" in given:
             conversation.say(given["quick"])
@@ -56,18 +53,11 @@ def run(argv: Sequence[str]) -> int:
 class Conversation:
     """The messages so far and the connection that continues them."""
 
-    def __init__(self, url: str, headers: dict[str, str], settings: dict[str, Any], messages: list[dict[str, str]]) -> None:
-        self._url = url.rstrip("/")
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
+    def __init__(self, server: Server, settings: dict[str, Any], messages: list[dict[str, str]]) -> None:
+        self._server = server
         self._settings = settings
         self._messages = messages
         self._model = ""
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
 
     def choose_model(self, name: str | None) -> None:
         """Take `name`, or the first model that the server lists."""
@@ -75,13 +65,9 @@ class Conversation:
             self._model = name
             return
         try:
-            response = self._client.get(f"{self._url}/models")
-            _raise_for_status(response)
-            self._model = response.json()["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
-        except (ValueError, LookupError, TypeError):
-            raise HalfbyteError(f"{self._url}/models lists no model; is --url right? It usually ends in /v1") from None
+            self._model = self._server.call("GET", "/models")["data"][0]["id"]
+        except (LookupError, TypeError):
+            raise HalfbyteError(f"{self._server.url}/models lists no model; is --url right? It usually ends in /v1") from None
 
     def say(self, text: str) -> None:
         """Send one message, print the answer as it arrives, and remember both."""
@@ -95,46 +81,20 @@ class Conversation:
 
     def _stream(self) -> Iterator[str]:
         body = {"model": self._model, "messages": self._messages, "stream": True} | self._settings
-        try:
-            with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as response:
-                if response.is_error:
-                    response.read()
-                _raise_for_status(response)
-                for line in response.iter_lines():
-                    yield from _delta_of(line)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._unreachable(error) from None
-
-    def _unreachable(self, error: Exception) -> HalfbyteError:
-        reason = one_line(str(error)) or type(error).__name__
-        return HalfbyteError(f"no answer from {self._url} ({reason}); start a server with `halfbyte serve`, or set --url")
+        for data in self._server.events("/chat/completions", body):
+            yield from _delta_of(data)
 
 
-def _delta_of(line: str) -> Iterator[str]:
-    """The text of one line of the event stream, if it carries any."""
-    if not line.startswith("data:") or (data := line.removeprefix("data:").strip()) == "[DONE]":
+def _delta_of(data: bytes) -> Iterator[str]:
+    """The text of one event of the stream, if it carries any."""
+    if data == b"[DONE]":
         return
     event = json.loads(data)
     if "error" in event:
-        raise HalfbyteError(f"the server ended the answer: {_message(event)}")
+        raise HalfbyteError(f"the server ended the answer: {reason_of(data)}")
     for choice in event.get("choices") or ():
         if text := (choice.get("delta") or {}).get("content"):
             yield text
-
-
-def _raise_for_status(response: httpx.Response) -> None:
-    if not response.is_error:
-        return
-    try:
-        reason = _message(response.json())
-    except ValueError:
-        reason = response.text[:200]
-    raise HalfbyteError(f"the server answered {response.status_code}: {reason}")
-
-
-def _message(body: Any) -> str:
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def _read_line() -> str | None:

@@ -11,7 +11,7 @@ from halfbyte.entrypoints.decisions.decider import Asking, Decider
 from halfbyte.entrypoints.decisions.questions import Question
 from halfbyte.entrypoints.decisions.reading import Read, Readout
 from halfbyte.entrypoints.decisions.results import Decided, decided
-from halfbyte.errors import HalfbyteError
+from halfbyte.entrypoints.offline import first_outputs
 
 
 def decide_all(
@@ -38,19 +38,5 @@ def _read_all(
     maker: RequestMaker, client: EngineClient, reads: Sequence[Read], priority: int, cache_salt: str | None
 ) -> list[Readout]:
     requests = [maker.make_read(r.prompt_token_ids, r.token_ids, priority=priority, cache_salt=cache_salt) for r in reads]
-    order = {request.request_id: None for request in requests}
-    found: dict[str, Readout] = {}
-    client.add(requests)
-    try:
-        while len(found) < len(order):
-            step = client.receive()
-            for output in step.outputs if step is not None else ():
-                if output.request_id not in order:
-                    continue
-                if output.error is not None or not output.logprobs:
-                    raise HalfbyteError(output.error or "the engine could not read this question")
-                found[output.request_id] = Readout.of(output.logprobs[0], output.num_cached_tokens)
-    finally:
-        if open_ids := [request_id for request_id in order if request_id not in found]:
-            client.abort(open_ids)
-    return [found[request_id] for request_id in order]
+    outputs = first_outputs(client, requests)
+    return [Readout.of(output.logprobs[0], output.num_cached_tokens) for output in outputs if output.logprobs]

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from halfbyte.engine.grammar.compile import lark_of
 from halfbyte.engine.output_processor import SequenceDelta
+from halfbyte.entrypoints.openai.beams import find_beams
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally, collect, size_with_logprobs
 from halfbyte.entrypoints.openai.chunks import chunk_events
 from halfbyte.entrypoints.openai.frontend import Asked, Call, Frontend
@@ -72,14 +73,14 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
     writer = _Writer(frontend, call, request, model, prompts)
     if request.echo:
         await writer.prepare_echo()
-    generations = await frontend.generate(
-        [Asked(prompt.token_ids, p, grammar) for prompt, p in zip(prompts, params, strict=True)],
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-    )
-    if request.stream:
-        return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
-    choices = await collect(generations, writer.n, tally)
+    wanted = [Asked(prompt.token_ids, p, grammar) for prompt, p in zip(prompts, params, strict=True)]
+    if request.use_beam_search:
+        choices = await find_beams(frontend, wanted, request, tally)
+    else:
+        generations = await frontend.generate(wanted, priority=request.priority or 0, cache_salt=request.cache_salt)
+        if request.stream:
+            return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
+        choices = await collect(generations, writer.n, tally)
     if request.logprobs is not None or request.prompt_logprobs is not None:  # thousands of small objects
         return to_json(await frontend.beside.run(partial(writer.whole, choices, tally), size_with_logprobs(choices)))
     return to_json(writer.whole(choices, tally))

@@ -76,6 +76,7 @@ class Engine(Protocol):
         grammar: str | None = None,
         thinking: Thinking | None = None,
         marks: Mapping[int, str] | None = None,
+        is_admitted: bool = False,
     ) -> Closeable: ...
 
     def read(
@@ -245,15 +246,17 @@ class Frontend:
         if self.engine.dead is not None:
             raise unavailable(f"the engine is gone: {self.engine.dead}", retry_after_s=5)
 
-    async def generate(self, asked: Sequence[Asked], *, priority: int, cache_salt: str | None) -> list[Closeable]:
+    async def generate(
+        self, asked: Sequence[Asked], *, priority: int, cache_salt: str | None, is_admitted: bool = False
+    ) -> list[Closeable]:
         """Start one generation per prompt: all, or none and the error of the one that could not start."""
         if self.stopping:
             raise unavailable(STOPPING)
         generations: list[Closeable] = []
         try:
+            of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "is_admitted": is_admitted}
             for one in asked:
                 bounds: dict[str, Any] = {"grammar": one.grammar, "thinking": one.thinking, "marks": one.marks}
-                of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
                 generations.append(self.engine.generate(one.prompt_token_ids, one.params, **of_call, **bounds))
         except Exception as error:
             for generation in generations:

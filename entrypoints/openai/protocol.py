@@ -21,6 +21,7 @@ Texts = Annotated[list[str], Field(fail_fast=True, max_length=65536)]
 # What the code checks that reads them; their shapes are told to those who read the API's schema.
 Message = Annotated[dict[str, Any], Field(json_schema_extra=shapes.MESSAGE)]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Conversations = Annotated[list[Messages], Field(min_length=1, fail_fast=True)]
 Tool = Annotated[dict[str, Any], Field(json_schema_extra=shapes.TOOL)]
 Tools = Annotated[list[Tool], Field(fail_fast=True)]
 ToolChoiceName = Annotated[str, Field(json_schema_extra=shapes.TOOL_CHOICE_NAME)]
@@ -64,6 +65,8 @@ class GenerationFields(StrictModel):
     logit_bias: TokenBiases | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     prompt_logprobs: Int64 | None = None
     logprob_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
@@ -92,10 +95,9 @@ class CompletionRequest(GenerationFields):
     logprobs: Int64 | None = None
 
 
-class ChatRequest(GenerationFields):
-    """POST /v1/chat/completions."""
+class ChatFields(GenerationFields):
+    """What requests with conversations share beside these."""
 
-    messages: Messages
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
@@ -110,6 +112,18 @@ class ChatRequest(GenerationFields):
     include_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
     return_prompt_text: bool | None = None
+
+
+class ChatRequest(ChatFields):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+
+
+class BatchChatRequest(ChatFields):
+    """POST /v1/chat/completions/batch."""
+
+    messages: Conversations
 
 
 class TokenizeRequest(StrictModel):

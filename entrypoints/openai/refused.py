@@ -16,8 +16,6 @@ _EMPTY: tuple[Any, ...] = (None, {}, [])
 
 # field -> the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "prompt_embeds": _EMPTY,

@@ -16,12 +16,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfbyte.entrypoints.decisions.results import Decision
-from halfbyte.entrypoints.openai import admin, chat, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
-from halfbyte.entrypoints.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from halfbyte.entrypoints.openai.protocol import (
+    BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
 
@@ -46,6 +52,8 @@ def _add_inference(routes: RouteTable) -> None:
     post = routes.post
     chats = Answers("Answer a conversation", ChatCompletion, ChatChunk, GENERATING)
     post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create, chats)
+    batches = Answers("Answer several conversations, one choice each", ChatCompletion, errors=GENERATING)
+    post("/v1/chat/completions/batch", "chatcmpl-", BatchChatRequest, chat_batch.create, batches)
     texts = Answers("Continue a text", Completion, CompletionChunk, GENERATING)
     post("/v1/completions", "cmpl-", CompletionRequest, completions.create, texts)
     judgements = Answers("Answer typed questions about a state with probabilities", Decision, errors=DECIDING)

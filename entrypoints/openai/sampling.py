@@ -5,6 +5,7 @@ Merges and converts; ranges are SamplingParams' to check, what depends on the mo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -41,6 +42,26 @@ _PLAIN = (
     "truncation_side",
     "thinking_token_budget",
 )
+# What asks for nothing of fields that beam search cannot honour: it draws nothing, and its steps are those of the model alone.
+_OFF_FOR_BEAMS: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (-1,),
+}
 _TOKEN_ID_KEY = re.compile(r"-?\d{1,19}")
 
 
@@ -72,7 +93,14 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The parameters of one prompt. max_tokens: the effective bound. UserError names the field that is wrong."""
+    """The parameters of one prompt. max_tokens: the effective bound. UserError names the field that is wrong.
+
+    Of a request for beams it is how the best ones are told; they have other steps.
+    """
+    if request.use_beam_search:
+        _check_beams(request, prompt_logprobs)
+    elif request.length_penalty not in (None, 1):
+        raise UserError("length_penalty needs use_beam_search=true", param="length_penalty")
     fields: dict[str, Any] = {}
     for name in WITH_MODEL_DEFAULT:
         value = getattr(request, name)
@@ -81,12 +109,22 @@ def sampling_params(
         if value is not None:
             fields[name] = value
     for name in _PLAIN:
-        if (value := getattr(request, name)) is not None:
+        if (value := getattr(request, name)) is not None and not (name == "n" and request.use_beam_search):
             fields[name] = value
     fields["stop_token_ids"] = [*(request.stop_token_ids or ()), *(defaults.get("stop_token_ids") or ())]
     fields["logit_bias"] = _logit_bias(request.logit_bias)
     _check_counts(request, limits)
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **fields)
+
+
+def _check_beams(request: GenerationFields, prompt_logprobs: int | None) -> None:
+    for name, off in _OFF_FOR_BEAMS.items():
+        value = getattr(request, name)
+        if value is not None and value not in off:
+            spare = "".join(f" or send {json.dumps(value)}" for value in off[:1])
+            raise UserError(f"{name} goes not with use_beam_search: leave it out{spare}", param=name)
+    if prompt_logprobs is not None:
+        raise UserError("echo with logprobs goes not with use_beam_search: leave one of them out", param="echo")
 
 
 def effective_max_tokens(

@@ -35,8 +35,8 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1, "temperature": 0},
     "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},
-    TOKENIZE: {"messages": HELLO},
-    DETOKENIZE: {"tokens": [1, 2]},
+    "/v1/chat/completions/batch": {"messages": [HELLO], "max_tokens": 1, "temperature": 0},
+    **{TOKENIZE: {"messages": HELLO}, DETOKENIZE: {"tokens": [1, 2]}},
 }
 ROUTES = {("POST", p) for p in (*BODIES, "/ping")} | {("GET", p) for p in ("/v1/models", *PUBLIC_PATHS)}
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))  # a connection per request

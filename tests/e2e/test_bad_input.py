@@ -49,7 +49,8 @@ SAMPLING: dict[str, list[Any]] = {
     "truncate_prompt_tokens": [-2, 10**6, 2**63, 1.5],
     "priority": [2**63, 1.5, "x"],
     "prompt_embeds": ["AAAA"],
-    "use_beam_search": [True],
+    "use_beam_search": [1, "yes"],
+    "length_penalty": [2, "x"],
     "structured_outputs": [{"json": []}],
     "kv_transfer_params": [{"do_remote_decode": True}],
     "stream_options": [{"include_usage": True}],
@@ -86,6 +87,11 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
         "tools": [[], [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]],
         "response_format": [{"type": "json_schema"}, {"type": "nonsense"}],
     },
+    "/v1/chat/completions/batch": {
+        "messages": [[], CHAT["messages"], [[]], [CHAT["messages"]] * 1025, [CHAT["messages"], [{"role": "user", "content": 5}]]],
+        "n": [2],
+        "stream": [True],
+    },
     "/v1/systemone": {
         "questions": [
             {},
@@ -115,6 +121,7 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
 }
 BODIES: dict[str, dict[str, Any]] = {
     **GENERATE,
+    "/v1/chat/completions/batch": CHAT | {"messages": [CHAT["messages"]] * 2},
     "/v1/systemone": {"state": "Hi", "questions": {"q": NOUL}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [PREDICATE]},
     "/tokenize": {"prompt": "Hi"},

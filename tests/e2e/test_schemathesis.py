@@ -29,6 +29,7 @@ FLAGS = (
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 RIGHT: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": {"messages": [CHAT["messages"]]},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},

@@ -25,7 +25,8 @@ from tests.unit.batch_files import LIMIT_S, Progress, line, written
 def test_a_good_line_is_handed_on_as_it_stands() -> None:
     body = b'{ "prompt" :"\xc3\xa9", "seed": 123456789012345678901234567890, "stream": false }'
     text = b'{"custom_id": "a", "extra": [1], "method": "POST", "url": "/v1/completions", "body": ' + body + b"}\r\n"
-    assert LineReader().read(1, text) == Line("a", "/v1/completions", body)
+    read = LineReader().read(text)
+    assert isinstance(read, Line) and (read.custom_id, read.url, read.body) == ("a", "/v1/completions", body)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_a_good_line_is_handed_on_as_it_stands() -> None:
     ],
 )
 def test_a_line_that_cannot_be_sent(text: bytes, custom_id: str | None, param: str | None, message: str) -> None:
-    answer = LineReader().read(7, text)
+    answer = LineReader(6).read(text)
     assert isinstance(answer, Answer)
     assert (answer.custom_id, answer.response) == (custom_id, None)
     assert re.fullmatch("halfbyte-[0-9a-f]{32}", answer.id)
@@ -61,16 +62,16 @@ def test_a_line_that_cannot_be_sent(text: bytes, custom_id: str | None, param: s
 
 def test_a_custom_id_counts_once_also_of_a_bad_line() -> None:
     reader = LineReader()
-    assert isinstance(reader.read(1, line("a", method="GET")), Answer)
-    again = reader.read(2, line("a"))
+    assert isinstance(reader.read(line("a", method="GET")), Answer)
+    again = reader.read(line("a"))
     assert isinstance(again, Answer) and again.error is not None
     assert (again.custom_id, again.error.message) == ("a", "line 2 repeats the custom_id 'a'")
-    assert isinstance(reader.read(3, line("b")), Line)
+    assert isinstance(reader.read(line("b")), Line)
 
 
 @pytest.mark.parametrize("body", [[1], "text", 3, {"stream": None}, {}])
 def test_what_else_is_wrong_with_a_body_is_the_routes_to_say(body: Any) -> None:
-    assert isinstance(LineReader().read(1, line(body=body)), Line)
+    assert isinstance(LineReader().read(line(body=body)), Line)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,18 @@ def test_what_else_is_wrong_with_a_body_is_the_routes_to_say(body: Any) -> None:
     [
         (200, b'{"x": 1}', {"x": 1}, None),
         (200, b'{\n  "x": 1\n}', {"x": 1}, None),
+        (
+            200,
+            b"<html>",
+            None,
+            {"message": "the route answered 200 and no JSON", "type": "InternalServerError", "param": None, "code": 200},
+        ),
+        (
+            301,
+            b"",
+            None,
+            {"message": "the route answered 301 and no error object", "type": "InternalServerError", "param": None, "code": 301},
+        ),
         (
             404,
             b'{"error": {"message": "no", "type": "NotFoundError", "param": "model", "code": 404}}',
@@ -98,10 +111,10 @@ def test_what_else_is_wrong_with_a_body_is_the_routes_to_say(body: Any) -> None:
     ],
 )
 def test_an_http_error_is_a_response_and_an_error(status: int, body: bytes, response_body: Any, error: Any) -> None:
-    batch_line = Line("a", URLS[0], b"{}")
+    batch_line = Line("0f", "a", URLS[0], b"{}")
 
     async def send(_: Line) -> Answer:
-        return answered(batch_line, "0f", status, body)
+        return answered(batch_line, status, body)
 
     out = io.BytesIO()
     batch = Batch(send, out.write, 1)
@@ -110,6 +123,22 @@ def test_an_http_error_is_a_response_and_an_error(status: int, body: bytes, resp
     response = {"status_code": status, "request_id": "0f", "body": response_body}
     assert found == {"id": "halfbyte-0f", "custom_id": "a", "response": response, "error": error}
     assert batch.num_failed == (error is not None)
+
+
+def test_an_id_says_which_line_of_which_file_it_is() -> None:
+    def ids(text: bytes) -> list[str]:
+        reader = LineReader()
+        read = [reader.read(part) for part in text.splitlines(keepends=True)]
+        return [found.id for found in read if found is not None]
+
+    text = line("a") + b"nothing\n" + line("b") + b"nothing\n"
+    found = ids(text)
+    assert len(set(found)) == 4
+    assert found == ids(text) == ids(b"\xef\xbb\xbf" + text.replace(b"\n", b"  \r\n")) == ids(text.rstrip())
+    assert [mine == other for mine, other in zip(found, ids(text.replace(b"prompt", b"Prompt", 1)), strict=True)] == [
+        *(False, True, True, True)
+    ]
+    assert not set(found) & set(ids(b"\n" + text))
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------------
@@ -146,7 +175,7 @@ class ByHand:
         finally:
             del self.open[name]
             self.progress.happened()
-        return answered(batch_line, "0", 200, b"{}")
+        return answered(batch_line, 200, b"{}")
 
     def write(self, data: bytes) -> None:
         if self.full:

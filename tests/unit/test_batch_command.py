@@ -10,14 +10,12 @@ import io
 import os
 import re
 import shlex
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
+from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from halfbyte.config import EngineOptions, ServerConfig
@@ -25,13 +23,15 @@ from halfbyte.engine.async_engine import AsyncEngine
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints import cli, launch
 from halfbyte.entrypoints.batch import URLS, Line, LineReader
+from halfbyte.entrypoints.batch_routes import OwnRoutes, answer_file
 from halfbyte.entrypoints.commands import run_batch
 from halfbyte.entrypoints.flag_table import ENGINE_FLAGS, SERVER_FLAGS
 from halfbyte.entrypoints.flags import parse
 from halfbyte.entrypoints.server import build_app
-from halfbyte.errors import EngineDeadError
-from halfbyte.types import EngineInfo, EngineOutput, EngineRequest, SchedulerStats, StepOutput
-from tests.unit.batch_files import Progress, line, written
+from halfbyte.errors import HalfbyteError
+from halfbyte.types import EngineRequest
+from tests.unit.batch_files import line, written
+from tests.unit.held_engine import HeldClient, stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -40,81 +40,22 @@ PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 # --- through the application -------------------------------------------------------------------------------------------
 
 
-class HeldClient:
-    """An EngineClient whose requests each yield their first prompt token when the test lets them. `die` kills it.
-
-    Works in the loop that made it, apart from `receive`.
-    """
-
-    def __init__(self, vocab_size: int, max_num_seqs: int = 64, hold: bool = True) -> None:
-        self.progress = Progress()
-        self.live: dict[int, EngineRequest] = {}  # by the first token of the prompt
-        self.most_live = 0
-        self.num_added = 0
-        self.closed = False
-        self._hold = hold
-        self._changed = threading.Condition()
-        self._outputs: list[EngineOutput] = []
-        self._dead: str | None = None
-        numbers = {"vocab_size": vocab_size, "max_num_seqs": max_num_seqs}
-        numbers |= {"max_model_len": 64, "max_num_batched_tokens": 512, "block_size": 16, "num_blocks": 100, "max_logprobs": 5}
-        words = {"model": "held", "architecture": "Held", "dtype": "float32", "kv_cache_dtype": "float32"}
-        others: dict[str, Any] = {"eos_token_ids": [vocab_size - 1], "max_concurrency": 1.0, "enable_prefix_caching": True}
-        self.info = EngineInfo(**words, **numbers, **others, kv_cache_bytes=1, kv_cache_tokens=1)
-
-    def add(self, requests: list[EngineRequest]) -> None:
-        for request in requests:
-            self.live[request.prompt_token_ids[0]] = request
-            self.num_added += 1
-            self.most_live = max(self.most_live, len(self.live))
-            if not self._hold:
-                self.finish(request.prompt_token_ids[0])
-        self.progress.happened()
-
-    def abort(self, request_ids: list[str]) -> None:
-        self.live = {token: request for token, request in self.live.items() if request.request_id not in request_ids}
-        self.progress.happened()
-
-    def finish(self, *tokens: int) -> None:
-        with self._changed:
-            for token in tokens:
-                request_id = self.live.pop(token).request_id
-                self._outputs.append(EngineOutput(request_id=request_id, new_token_ids=[token], finish_reason="length"))
-            self._changed.notify_all()
-
-    def die(self, reason: str) -> None:
-        with self._changed:
-            self._dead = reason
-            self._changed.notify_all()
-
-    def receive(self, timeout_s: float | None = None) -> StepOutput | None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._outputs or self._dead is not None, timeout_s):
-                return None
-            if not self._outputs:
-                raise EngineDeadError(str(self._dead))
-            outputs, self._outputs = self._outputs, []
-            return StepOutput(outputs=outputs, stats=SchedulerStats())
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Run:
     """`answer_file` in a task, around a held engine."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, texts: Iterable[bytes], max_open_lines: int | None, config: ServerConfig, **held: Any
-    ):
+    def __init__(self, tokenizer: Tokenizer, texts: Iterable[bytes], max_open_lines: int, config: ServerConfig, **held: Any):
         self.client = HeldClient(len(tokenizer), **held)
         self.until = self.client.progress.until
         self.engine = AsyncEngine(self.client, tokenizer)
         self.out = b""
         app = build_app(self.engine, config)
         self.urls = {route.path for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
-        file = io.BytesIO(b"".join(texts))
-        self.task = asyncio.create_task(run_batch.answer_file(self.engine, app, file, self._write, max_open_lines))
+        self.task = asyncio.create_task(self._run(app, io.BytesIO(b"".join(texts)), max_open_lines))
         self.task.add_done_callback(lambda _: self.client.progress.happened())
+
+    async def _run(self, app: FastAPI, file: BinaryIO, max_open_lines: int) -> None:
+        async with OwnRoutes.open(self.engine, app) as routes:
+            await answer_file(routes, file, self._write, max_open_lines)
 
     def _write(self, data: bytes) -> None:
         self.out += data
@@ -138,7 +79,7 @@ Start = Callable[..., Run]
 async def start(json_tokenizer: Tokenizer) -> AsyncIterator[Start]:
     runs: list[Run] = []
 
-    def begin(texts: Iterable[bytes], max_open_lines: int | None = None, config: ServerConfig | None = None, **held: Any) -> Run:
+    def begin(texts: Iterable[bytes], max_open_lines: int = 8, config: ServerConfig | None = None, **held: Any) -> Run:
         runs.append(Run(json_tokenizer, texts, max_open_lines, config or ServerConfig(), **held))
         return runs[-1]
 
@@ -194,7 +135,7 @@ async def test_a_batch_through_the_application(start: Start, capsys: pytest.Capt
 @pytest.mark.parametrize(("max_num_seqs", "asked", "most"), [(4, 5, 5), (4, None, 32), (20, None, 40)])
 async def test_lines_in_flight(start: Start, max_num_seqs: int, asked: int | None, most: int) -> None:
     tokens = range(3, 63)
-    run = start(map(prompt, tokens), asked, max_num_seqs=max_num_seqs)
+    run = start(map(prompt, tokens), run_batch.open_lines(asked, max_num_seqs), max_num_seqs=max_num_seqs)
     for token in tokens:
         await run.until(lambda: run.client.num_added == min(token - 3 + most, len(tokens)))  # noqa: B023
         run.client.finish(token)
@@ -221,7 +162,7 @@ async def test_the_engines_death_ends_the_run_behind_the_last_answer(start: Star
     await run.until(lambda: run.client.num_added == 6)
     assert [name for name, _ in run.statuses] == ["line-3"]
     run.client.die("out of memory")
-    with pytest.raises(EngineDeadError, match=r"^out of memory; written until then: 1 line$"):
+    with pytest.raises(HalfbyteError, match=r"^out of memory; written until then: 1 line$"):
         await run.task
     assert run.statuses == [("line-3", 200)]
     assert capsys.readouterr().err.count("failed\n") == 0
@@ -238,8 +179,9 @@ async def test_the_engines_death_is_noticed_while_a_pipe_is_silent(json_tokenize
         client.die("killed")
 
     os.write(write_end, prompt(3))
-    with pytest.raises(EngineDeadError, match="killed; written until then: 1 line"):
-        await run_batch.answer_file(engine, build_app(engine, ServerConfig()), os.fdopen(read_end, "rb"), write)
+    async with OwnRoutes.open(engine, build_app(engine, ServerConfig())) as routes:
+        with pytest.raises(HalfbyteError, match="killed; written until then: 1 line"):
+            await answer_file(routes, os.fdopen(read_end, "rb"), write, 8)
     assert len(out) == 1
     os.close(write_end)
     await engine.close()
@@ -265,15 +207,7 @@ async def test_an_interrupted_run_leaves_whole_lines(start: Start, capsys: pytes
 def starts(monkeypatch: pytest.MonkeyPatch, json_tokenizer: Tokenizer) -> list[Any]:
     """The EngineOptions that engines were started with, and their clients. The engines answer at once."""
     started: list[Any] = []
-
-    def start_engine(options: EngineOptions, server: ServerConfig) -> Any:
-        client = HeldClient(len(json_tokenizer), hold=False)
-        started.extend((options, client))
-        front = SimpleNamespace(tokenizer=json_tokenizer, default_sampling={})
-        return client, front, replace(server, served_model_names=("held",))
-
-    monkeypatch.setattr(launch, "start_engine", start_engine)
-    monkeypatch.setattr(launch, "model_temperatures", lambda front, server: None)
+    stand_in(monkeypatch.setattr, json_tokenizer, lambda: HeldClient(len(json_tokenizer), hold=False), started)
     monkeypatch.setattr(launch, "interrupt_on_sigterm", lambda: None)
     monkeypatch.setattr(cli, "setup_logging", lambda level: None)
     return started
@@ -293,8 +227,8 @@ def test_the_command(
     err = capsys.readouterr().err
     assert re.fullmatch(r"2 lines in \d+\.\d s, 1 failed\n", err)
     before = target.read_bytes()
-    assert cli.main(words) == 1
-    assert capsys.readouterr().err == f"halfbyte: error: --output-file: '{target}' exists; --overwrite replaces it\n"
+    assert cli.main(words) == 0
+    assert capsys.readouterr().err == f"{target} has the answers already: 2 lines, 1 failed\n"
     assert target.read_bytes() == before and len(starts) == 2
     source.write_bytes(prompt(4))
     assert cli.main([*words, "--overwrite", "--max-num-mixed-tokens", "5"]) == 0
@@ -320,8 +254,9 @@ def test_the_engines_death_is_exit_code_1(
 
     monkeypatch.setattr(HeldClient, "add", die)
     assert cli.main(["run-batch", "-i", str(source), "-o", str(target)]) == 1
-    assert capsys.readouterr().err.endswith("halfbyte: error: signal 9; written until then: 0 lines\n")
-    assert target.read_bytes() == b""
+    said = "signal 9; written until then: 0 lines (out.jsonl.part); the same command goes on behind them\n"
+    assert capsys.readouterr().err.endswith(f"halfbyte: error: {said}")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_a_disk_that_is_full(starts: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +276,11 @@ def test_the_input_is_never_the_output(starts: list[Any], tmp_path: Path, capsys
     for target in (source, linked):
         assert cli.main(["run-batch", "-i", str(source), "-o", str(target), "--overwrite"]) == 1
         assert "is the input" in capsys.readouterr().err
-    assert source.read_bytes() == prompt(3) and not starts
+    on_its_way = tmp_path / "answers.part"
+    on_its_way.write_bytes(prompt(3))
+    assert cli.main(["run-batch", "-i", str(on_its_way), "-o", str(tmp_path / "answers"), "--overwrite"]) == 1
+    assert "is the input" in capsys.readouterr().err
+    assert source.read_bytes() == on_its_way.read_bytes() == prompt(3) and not starts
 
 
 @pytest.mark.parametrize(
@@ -360,7 +299,20 @@ def test_the_input_is_never_the_output(starts: list[Any], tmp_path: Path, capsys
         (["-i", "-", "-o", "-", "--max-concurrent-lines", "0"], "--max-concurrent-lines must be at least 1, got 0"),
         (["-i", "-", "-o", "-", "model"], "unrecognized arguments: model"),
         (["-i", "-", "-o", "-", "-tp", "2"], "-tp is not supported yet: this version runs on one device"),
-        (["-i", "-", "-o", "-", "--output-tmp-dir", "x"], "--output-tmp-dir is not supported yet: answers are written to"),
+        (
+            ["-i", "-", "-o", "-", "--output-tmp-dir", "x"],
+            "--output-tmp-dir is not supported yet: answers that are not whole yet are in",
+        ),
+        (["-i", "-", "-o", "-", "--api-key", "k"], "--api-key is for --url: nothing listens here"),
+        (["-i", "-", "-o", "-", "--url", "localhost:8000"], "--url: 'localhost:8000' must be http:// or https:// and a host"),
+        (
+            ["-i", "-", "-o", "-", "--url", "http://a", "--model", "m"],
+            "--model is the server's to set where --url lets one answer",
+        ),
+        (
+            ["-i", "-", "-o", "-", "--url", "http://a", "--tool-call-parser", "hermes"],
+            "--tool-call-parser is the server's to set",
+        ),
         (["--max-num-queued-reqs", "1"], "--max-num-queued-reqs is not supported yet: lines wait for their turn"),
         (["--enable-force-include-usage"], "--enable-force-include-usage is not supported yet: answers are not streamed"),
     ],
@@ -375,7 +327,7 @@ def test_every_flag_of_the_server_is_honoured_or_refused() -> None:
     assert len(honoured) == sum(len(flag.spellings) for flag in run_batch.FLAGS)
     assert not honoured & set(run_batch.REFUSED)
     assert {f"--{flag.name}" for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)} <= honoured | set(run_batch.REFUSED)
-    for name in ("--host", "--port", "--api-key", "--ssl-keyfile", "--allowed-hosts", "--root-path", "--shutdown-timeout"):
+    for name in ("--host", "--port", "--ssl-keyfile", "--allowed-hosts", "--root-path", "--shutdown-timeout"):
         assert run_batch.REFUSED[name] == "nothing listens here; leave it out"
     for name in (
         "--chat-template",
@@ -400,4 +352,4 @@ def test_the_page_says_what_the_command_has() -> None:
     parse("run-batch", "", run_batch.FLAGS, words, run_batch.REFUSED)
     lines = [text for text in section.splitlines() if text.startswith('{"custom_id"')]
     reader = LineReader()
-    assert len(lines) >= 2 and all(isinstance(reader.read(i, text.encode()), Line) for i, text in enumerate(lines))
+    assert len(lines) >= 2 and all(isinstance(reader.read(text.encode()), Line) for text in lines)

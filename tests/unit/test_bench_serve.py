@@ -17,7 +17,7 @@ import pytest
 
 from halfbyte.entrypoints.bench.load_generator import Call, Client, pace
 from halfbyte.entrypoints.bench.serve_metrics import Record, measure
-from halfbyte.entrypoints.bench.served_model import Server
+from halfbyte.entrypoints.bench.served_model import MeasuredServer
 from halfbyte.errors import HalfbyteError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -274,7 +274,7 @@ def test_waiting_for_a_server() -> None:
         if len(sleeps) < 3:
             raise HalfbyteError("not yet")
 
-    with Server("http://127.0.0.1:9", {}) as server:
+    with MeasuredServer("http://127.0.0.1:9", {}) as server:
         server.wait_until_ready(probe, 5.0, clock=lambda: sum(sleeps), sleep=sleeps.append)
         assert len(sleeps) == 3
         with pytest.raises(

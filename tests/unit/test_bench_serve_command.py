@@ -36,6 +36,7 @@ class Stub(BaseHTTPRequestHandler):
     seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
     num_to_refuse = 0
     interrupts = False
+    reset_answer = '{"success": true}'
     tokenizer = make_tokenizer()
 
     def log_message(self, *_: Any) -> None:
@@ -45,7 +46,7 @@ class Stub(BaseHTTPRequestHandler):
         self._answer(200, json.dumps({"data": [{"id": "tiny", "root": "/nowhere/tiny"}, {"id": "other"}]}))
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "null")
         if self.path == "/tokenize":
             self._answer(200, json.dumps({"tokens": self.tokenizer.encode(body["prompt"]).ids}))
             return
@@ -53,6 +54,9 @@ class Stub(BaseHTTPRequestHandler):
             self._answer(200, json.dumps({"prompt": self.tokenizer.decode(body["tokens"])}))
             return
         self.seen.append((self.path, body, dict(self.headers)))
+        if self.path == "/reset_prefix_cache":
+            self._answer(200, self.reset_answer)
+            return
         if self.interrupts:
             os.kill(os.getpid(), signal.SIGINT)
             self.rfile.read(1)  # until the client has gone
@@ -183,6 +187,27 @@ def test_a_sweep_runs_every_value_and_is_plotted(url: str, folder: Path, capsys:
     assert capsys.readouterr().out.count("Serving Benchmark Result") == 2
 
 
+@pytest.mark.parametrize("answer", ['{"success": true}', ""])  # ours, vLLM's
+def test_d08_each_run_can_begin_with_an_empty_cache(answer: str, url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stub, "reset_answer", answer)
+    monkeypatch.setenv("HALFBYTE_ADMIN_API_KEY", "of operators")
+    words = ["--max-concurrency", "1", "4", "--api-key", "k", "--save-result", "--result-dir", str(folder / "r")]
+    assert bench(url, folder, *words, "--reset-prefix-cache") == 0
+    paths = [path for path, _, _ in Stub.seen]
+    assert paths == ["/reset_prefix_cache", *["/v1/completions"] * 4] * 2
+    keys = {path: headers["Authorization"] for path, _, headers in Stub.seen}
+    assert keys == {"/reset_prefix_cache": "Bearer of operators", "/v1/completions": "Bearer k"}
+    results = [json.loads(path.read_text()) for path in (folder / "r").iterdir()]
+    assert [result["reset_prefix_cache"] for result in results] == [True, True]
+
+
+def test_a_cache_that_cannot_be_emptied_ends_the_run(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stub, "reset_answer", '{"success": false}')
+    with pytest.raises(HalfbyteError, match="/reset_prefix_cache did not empty the cache"):
+        bench(url, folder, "--reset-prefix-cache", "--admin-api-key", "a")
+    assert [path for path, _, _ in Stub.seen] == ["/reset_prefix_cache"]
+
+
 def test_the_files_of_a_sweep_have_names_of_their_own(url: str, folder: Path) -> None:
     assert bench(url, folder, "--request-rate", "1000", "inf", "--save-result", "--result-dir", str(folder / "out")) == 0
     names = sorted(path.name for path in (folder / "out").iterdir())
@@ -238,6 +263,7 @@ def test_a_missing_package_is_one_line(package: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--admin-api-key", "k"], "--admin-api-key is for --reset-prefix-cache: give both"),
         (["--request-rate", "0"], "--request-rate must be numbers above 0, got '0'"),
         (["--request-rate", "nan"], "--request-rate must be numbers above 0, got 'nan'"),
         (["--max-concurrency", "1.5"], "--max-concurrency must be integers above 0, got '1.5'"),
@@ -292,5 +318,6 @@ def test_the_key_comes_from_the_environment_and_flags_are_unique() -> None:
 
 def test_the_page_names_flags_that_exist() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "bench_serve.md").read_text(encoding="utf-8")
-    known = {spelling for flag in FLAGS for spelling in flag.spellings} | {"--help", "--enable-prompt-tokens-details"}
+    known = {spelling for flag in FLAGS for spelling in flag.spellings} | {"--help"}
+    known |= {"--enable-prompt-tokens-details", "--enable-admin"}  # the server's
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)) <= known

@@ -34,6 +34,7 @@ SHARED = "Options of both generation routes"
 MODELS: dict[str, type[BaseModel]] = {
     SHARED: protocol.GenerationFields,
     "`POST /v1/chat/completions`": protocol.ChatRequest,
+    "`POST /v1/chat/completions/batch`": protocol.BatchChatRequest,
     "`POST /v1/completions`": protocol.CompletionRequest,
     "`POST /v1/systemone`": decision_protocol.SystemOneRequest,
     "`POST /v1/decisions`": decision_protocol.DecisionsRequest,
@@ -71,8 +72,9 @@ def code_spans(cell: str) -> list[str]:
 
 
 def expected_fields(model: type[BaseModel]) -> dict[str, set[str]]:
-    """Field -> its JSON types, nested ones as `outer.inner`; what the generation routes share stands in a table of its own."""
-    shared = set() if model is protocol.GenerationFields else set(protocol.GenerationFields.model_fields)
+    """Field -> its JSON types, nested ones as `outer.inner`; what routes share stands in the table of one of them, or its own."""
+    elsewhere = protocol.ChatFields if model is protocol.BatchChatRequest else protocol.GenerationFields
+    shared = set() if model is protocol.GenerationFields else set(elsewhere.model_fields)
     schema = model.model_json_schema()
     inherits = issubclass(model, protocol.GenerationFields)
     found: dict[str, set[str]] = {}

@@ -119,7 +119,7 @@ def test_every_neutral_value_passes_and_others_are_named() -> None:
         with pytest.raises(UserError, match=name) as caught:
             refuse_unsupported({name: "something"})
         assert caught.value.param == name
-    for name, value in (("use_beam_search", 0), ("best_of", True), ("stream_interval", 1.0), ("suffix", [])):
+    for name, value in (("best_of", True), ("stream_interval", 1.0), ("suffix", [])):
         with pytest.raises(UserError):
             refuse_unsupported({name: value})
     assert set(ChatRequest.model_fields) & set(NEUTRAL) == {"tools", "tool_choice"}, "of other routes they are refused"

@@ -20,6 +20,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
+    "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "max_tokens": 2},
     "/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "scripted", "input": "x", "questions": [{"type": "predicate", "instructions": ""}]},
     "/tokenize": {"prompt": "Hi"},
@@ -57,7 +58,8 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "truncation_side": ["middle", 1],
     "stream_options": [{"include_usage": True}],
     "prompt_embeds": ["AAAA"],
-    "use_beam_search": [True],
+    "use_beam_search": [1, "yes"],
+    "length_penalty": [2, "x"],
     "best_of": [2, 10**6],
     "structured_outputs": [{"json": []}, {}, {"regex": "("}, {"grammar": "no"}, {"json": {"type": "str"}}, {"choice": []}],
     "kv_transfer_params": [{"do_remote_decode": True}],
@@ -84,6 +86,12 @@ ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
         "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
         "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
         "reasoning_effort": ["extreme", 5],
+    },
+    "/v1/chat/completions/batch": {
+        "messages": [
+            [], None, CHAT, [[]], [CHAT, []], [CHAT, [{"role": 5}]], [CHAT] * 1025, [[{"role": "user", "content": "x" * 200}]],
+        ],
+        "n": [2], "stream": [True], "tools": [[{"type": "function", "function": {"name": "f"}}]], "use_beam_search": [True],
     },
     "/v1/systemone": {
         "state": ["x" * 100_000],
