@@ -21,7 +21,7 @@ from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, HttpError, explain
 from halfbyte.entrypoints.openai.frontend import LABEL_KEY, request_label
 
-# Probes: open to all and not counted. Everything else needs the key, whether it exists or not.
+# Probes: open to all and not counted. All else but pages needs the key, whether it exists or not.
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 NO_ROUTE = "none"
@@ -78,18 +78,20 @@ class RequestLabels:
 
 
 class ApiKeys:
-    """Denies every path but the public ones without `Authorization: Bearer <one of the keys>`.
+    """Denies every path but the public ones and the pages without `Authorization: Bearer <one of the keys>`.
 
-    Compares digests in constant time and tries all keys. OPTIONS passes: it reaches no handler but CORS.
+    pages: paths of files that are the same for everybody; a browser cannot send a key for them. Compares digests in constant
+    time and tries all keys. OPTIONS passes: it reaches no handler but CORS.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], pages: Iterable[str]) -> None:
         self.app = app
+        self._open = PUBLIC_PATHS.union(pages)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         open_to_all = not self._digests or scope["type"] == "lifespan" or scope.get("method") == "OPTIONS"
-        if open_to_all or route_path(scope) in PUBLIC_PATHS or self._has_key(scope):
+        if open_to_all or route_path(scope) in self._open or self._has_key(scope):
             return await self.app(scope, receive, send)
         error = ApiError(401, "Unauthorized", "a valid API key is required: send Authorization: Bearer KEY")
         response = error.response()

@@ -21,6 +21,7 @@ from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.engine.totals import Totals
 from halfbyte.entrypoints.answers.parser import AnswerSyntax
 from halfbyte.entrypoints.beside import Beside
 from halfbyte.entrypoints.chat_template import ChatTemplate, read_template
@@ -53,6 +54,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     limits: Limits
+    totals: Totals
     tokenizer: Tokenizer
     default_sampling: dict[str, Any]
     dead: str | None
@@ -170,6 +172,7 @@ class Frontend:
         if config.chat_template is not None:
             self._chat_template = ChatTemplate.for_tokenizer(engine.tokenizer, read_template(config.chat_template))
         self.decider = self._make_decider(temperatures or Temperatures())
+        self.started_s = time.monotonic()
         self.draining = False
         self.stopping = False
         self._open: set[Call] = set()

@@ -175,7 +175,7 @@ def test_keys_are_compared_by_digest_and_all_of_them(monkeypatch: pytest.MonkeyP
         return left == right
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    keys = middleware.ApiKeys(app=None, keys=("one", "zwö", "three"))  # type: ignore[arg-type]
+    keys = middleware.ApiKeys(app=None, keys=("one", "zwö", "three"), pages=())  # type: ignore[arg-type]
     for header, valid in ((b"Bearer one", True), ("Bearer zwö".encode(), True), (b"Bearer \xff", False), (b"one", False)):
         compared.clear()
         assert keys._has_key({"headers": [(b"authorization", header)]}) is valid
