@@ -23,6 +23,7 @@ from halfbyte.engine.output_processor import OutputProcessor
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.stats_log import StatsLog
 from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.engine.totals import Totals
 from halfbyte.errors import EngineDeadError, OverloadedError, UserError
 from halfbyte.types import EngineInfo, EngineRequest, SamplingParams, StepOutput, Thinking
 
@@ -56,6 +57,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.default_sampling = default_sampling or {}
         self.metrics = EngineMetrics(client.info, served_name or client.info.model)
+        self.totals = Totals()
         self.dead: str | None = None
         self.died = asyncio.Event()
         self._client = client
@@ -212,6 +214,7 @@ class AsyncEngine:
 
     def _dispatch(self, step: StepOutput) -> None:
         self.metrics.record_step(step)
+        self.totals.add(step)
         if self._stats_log is not None:
             self._stats_log.record(step)
         stopped: list[str] = []

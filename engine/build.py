@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from halfbyte.kernels.attention import BACKENDS, presence
 from halfbyte.kernels.attention.selection import AUTO, model_rule
 from halfbyte.kernels.attention.vendors import VENDORS, priority
 from halfbyte.kernels.cpu.library import KernelsMissing, load
-from halfbyte.kvcache.formats import FORMATS
+from halfbyte.kvcache.formats import FORMATS, page_bytes
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
 from halfbyte.kvcache.spec import KVLayout
@@ -36,7 +37,7 @@ from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_file
 from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform, available_memory_bytes, detect_platform
 from halfbyte.resolve import AUTO_FIT, config_lines, resolve
-from halfbyte.types import EngineInfo
+from halfbyte.types import EngineInfo, KVLayers
 
 if TYPE_CHECKING:
     from halfbyte.model_runner.memory_profile import MemoryProfile
@@ -236,6 +237,16 @@ def _longest(config: EngineConfig, decoder: DecoderConfig) -> int:
     return decoder.max_position if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
 
 
+def _kv_layers(names: Sequence[str], layout: KVLayout) -> list[KVLayers]:
+    """By the formats' names as users know them; the layout has those of arrangements."""
+    specs = zip(names, layout.specs, strict=True)
+    kinds = Counter((name, spec.sliding_window, page_bytes(spec) / spec.block_size) for name, spec in specs)
+    return [
+        KVLayers(format=name, num_layers=count, sliding_window=window, bytes_per_token=count * each)
+        for (name, window, each), count in kinds.items()
+    ]
+
+
 def _info(
     config: EngineConfig, decoder: DecoderConfig, capacity: KVCapacity, runner: ModelRunner, phases: list[tuple[str, float]]
 ) -> EngineInfo:
@@ -260,6 +271,7 @@ def _info(
         kv_cache_bytes=capacity.num_bytes,
         kv_cache_tokens=capacity.num_tokens,
         max_concurrency=capacity.max_concurrency,
+        kv_layers=_kv_layers(config.cache.layer_dtypes, capacity.layout),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         phases=phases,
         report=[*config_lines(config), *runner.report, *capacity.lines()],

@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from halfbyte.types import SchedulerStats, StepOutput
+from halfbyte.engine.totals import Totals
+from halfbyte.types import StepOutput
 
 INTERVAL_S = 10.0
 
@@ -25,37 +26,29 @@ class StatsLog:
         self._call_later = call_later
         self._clock = clock
         self._since_s: float | None = None
-        self._last = SchedulerStats()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._computed = self._generated = self._queries = self._hits = self._preemptions = 0
+        self._sum = Totals()
 
     def record(self, step: StepOutput) -> None:
         if self._since_s is None:
             self._since_s = self._clock()
             self._call_later(INTERVAL_S, self._report)
-        stats = self._last = step.stats
-        self._computed += stats.num_scheduled_tokens
-        self._generated += sum(len(output.new_token_ids) for output in step.outputs)
-        self._queries += stats.prefix_cache_queries_tokens
-        self._hits += stats.prefix_cache_hits_tokens
-        self._preemptions += stats.num_preemptions
+        self._sum.add(step)
 
     def _report(self) -> None:
         assert self._since_s is not None
         seconds = max(self._clock() - self._since_s, 1e-3)
-        found = f", {100 * self._hits / self._queries:.0f}% of prompt tokens cached" if self._queries else ""
-        preempted = f", {self._preemptions} preemptions" if self._preemptions else ""
+        total, last = self._sum, self._sum.last
+        found = f", {100 * total.cache_hits / total.cache_queries:.0f}% of prompt tokens cached" if total.cache_queries else ""
+        preempted = f", {total.num_preemptions} preemptions" if total.num_preemptions else ""
         log.info(
             "%.1f tokens/s generated, %.1f tokens/s computed; %d running, %d waiting, %.1f%% of KV blocks used%s%s",
-            self._generated / seconds,
-            self._computed / seconds,
-            self._last.num_running,
-            self._last.num_waiting,
-            100 * self._last.kv_cache_usage,
+            total.generated / seconds,
+            total.computed / seconds,
+            last.num_running,
+            last.num_waiting,
+            100 * last.kv_cache_usage,
             found,
             preempted,
         )
         self._since_s = None
-        self._clear()
+        self._sum = Totals()

@@ -21,7 +21,7 @@ from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, HttpError, explain
 from halfbyte.entrypoints.openai.frontend import LABEL_KEY, request_label
 
-# Probes: open to all and not counted. Everything else needs the key, whether it exists or not.
+# Probes: open to all and not counted. All else but pages needs the key, whether it exists or not.
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 NO_ROUTE = "none"
@@ -78,26 +78,33 @@ class RequestLabels:
 
 
 class ApiKeys:
-    """Denies every path but the public ones without one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
+    """Denies every path but the open ones without one of the keys, as `Authorization: Bearer KEY` or `x-api-key: KEY`.
 
     keys: open all paths but the admin ones; without any these need no key. admin_keys: open the admin paths, and no others.
+    pages: paths of files that are the same for everybody, open like the public ones; a browser cannot send a key for them.
     Compares digests in constant time and tries all keys. OPTIONS passes: it reaches no handler but CORS.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str] = (), admin_paths: Iterable[str] = ()
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        admin_keys: Iterable[str] = (),
+        admin_paths: Iterable[str] = (),
+        pages: Iterable[str] = (),
     ) -> None:
         self.app = app
         self._digests = _digests(keys)
         self._admin_digests = _digests(admin_keys)
         self._admin_paths = frozenset(admin_paths)
+        self._open_paths = PUBLIC_PATHS.union(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope.get("method") == "OPTIONS":
             return await self.app(scope, receive, send)
         path = route_path(scope)
         is_admin = path in self._admin_paths
-        is_open = path in PUBLIC_PATHS or not (self._digests or is_admin)
+        is_open = path in self._open_paths or not (self._digests or is_admin)
         if is_open or _has_key(scope, self._admin_digests if is_admin else self._digests):
             return await self.app(scope, receive, send)
         kind = "the admin" if is_admin else "a valid API"

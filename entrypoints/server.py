@@ -13,7 +13,6 @@ import socket
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,7 +20,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.entrypoints import middleware
 from halfbyte.entrypoints.decisions.temperatures import Temperatures
@@ -29,6 +27,7 @@ from halfbyte.entrypoints.openai import admin
 from halfbyte.entrypoints.openai.errors import install_error_handlers
 from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
+from halfbyte.entrypoints.page.files import add_pages, page_files
 
 KEEP_ALIVE_S = 5
 HEADER_TIMEOUT_S = 30.0
@@ -49,16 +48,16 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
 
     temperatures: of the model's decisions.
     """
-    no_docs: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(
-        title="Halfbyte",
-        version=__version__,
         redirect_slashes=False,
-        **(no_docs if server_config.disable_fastapi_docs else {}),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None if server_config.disable_fastapi_docs else "/openapi.json",
     )
     frontend = Frontend(engine, server_config, temperatures)
     app.state.frontend = frontend
     add_routes(app, frontend)
+    add_pages(app, server_config)
     install_error_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(middleware.InternalErrors)
@@ -79,6 +78,7 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
         keys=server_config.api_keys,
         admin_keys=server_config.admin_api_keys,
         admin_paths=admin.PATHS if server_config.enable_admin else (),
+        pages=page_files(server_config),
     )
     app.add_middleware(middleware.RequestLabels, echo=server_config.enable_request_id_headers)
     if root_path := server_config.root_path.rstrip("/"):

@@ -171,6 +171,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     enable_request_id_headers: bool = False
     disable_fastapi_docs: bool = False
+    ui: bool = True
     uvicorn_log_level: str = "info"
     disable_uvicorn_access_log: bool = False
     enable_log_requests: bool = False

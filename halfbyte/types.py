@@ -403,6 +403,15 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class KVLayers(msgspec.Struct, kw_only=True):
+    """Layers whose KV is kept in one way. bytes_per_token: of one token in all of them."""
+
+    format: str
+    num_layers: int
+    sliding_window: int | None
+    bytes_per_token: float
+
+
 class EngineInfo(msgspec.Struct, kw_only=True):
     """What the engine process tells the API process when it is ready: the model's facts and the exact capacity.
 
@@ -428,6 +437,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kv_cache_bytes: int
     kv_cache_tokens: int
     max_concurrency: float
+    kv_layers: list[KVLayers] = msgspec.field(default_factory=list)
     enable_prefix_caching: bool
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None

@@ -22,6 +22,7 @@ from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.messages import Answer, Order
 from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.engine.totals import Totals
 from halfbyte.entrypoints.answers.parser import AnswerSyntax
 from halfbyte.entrypoints.beside import Beside
 from halfbyte.entrypoints.chat_template import ChatTemplate, read_template
@@ -54,6 +55,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     limits: Limits
+    totals: Totals
     tokenizer: Tokenizer
     default_sampling: dict[str, Any]
     dead: str | None
@@ -185,6 +187,7 @@ class Frontend:
         if config.chat_template is not None:
             self._chat_template = ChatTemplate.for_tokenizer(engine.tokenizer, read_template(config.chat_template))
         self.decider = self._make_decider(temperatures or Temperatures())
+        self.started_s = time.monotonic()
         self.draining = False
         self.stopping = False
         self._open: set[Call] = set()

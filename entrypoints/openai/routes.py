@@ -1,7 +1,7 @@
 """The table of routes: path, method, request model, handler and answer, in one place.
 
 `answer` is what all POST routes share: open a call, read the body, run the handler while the client is there, close the call
-with one log line. Nothing else registers a route.
+with one log line. Nothing else registers a route but `page.files`, which sends files to browsers.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def _add_inference(routes: RouteTable) -> None:
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
     say = routes.say
     say("/v1/models", lambda: status.models(frontend), Answers("The served names", status.ModelList), "GET")
+    say("/status", lambda: status.status(frontend), Answers("Model, load and KV cache", status.Status), "GET")
     health = Answers("Whether requests are taken", None, errors=(503,))
     say("/health", lambda: status.health(frontend), health, "GET")
     say("/ping", lambda: status.health(frontend), health, "GET", "POST")

@@ -17,6 +17,7 @@ from halfbyte import __version__
 from halfbyte.entrypoints.decisions.decider import DecisionSupport
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.entrypoints.openai.wire import to_json
+from halfbyte.types import KVLayers
 
 OWNER = "halfbyte"
 
@@ -57,6 +58,41 @@ class Version(msgspec.Struct):
     version: str
 
 
+class PrefixCache(msgspec.Struct, kw_only=True):
+    """Tokens that were looked up and found, since the start."""
+
+    enabled: bool
+    queries_tokens: int
+    hits_tokens: int
+
+
+class KVCache(msgspec.Struct, kw_only=True):
+    """usage: the used share of the blocks. num_tokens: how many it holds. layers: by format and window."""
+
+    usage: float
+    num_tokens: int
+    num_bytes: int
+    bytes_per_token: float
+    layers: list[KVLayers]
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """computed_tokens, generated_tokens: since the start; two answers make a rate. computed: of prompts and answers."""
+
+    model: str
+    version: str
+    serving: bool
+    uptime_s: float
+    dtype: str
+    max_model_len: int
+    num_running: int
+    num_waiting: int
+    computed_tokens: int
+    generated_tokens: int
+    prefix_cache: PrefixCache
+    kv_cache: KVCache
+
+
 def models(frontend: Frontend) -> Response:
     """One card per served name. decisions: which types of questions the model can answer, and why not."""
     now = int(time.time())
@@ -82,6 +118,35 @@ def health(frontend: Frontend) -> Response:
 
 def version() -> Response:
     return to_json(Version(__version__))
+
+
+def status(frontend: Frontend) -> Response:
+    """What the built-in page shows."""
+    info, totals = frontend.engine.info, frontend.engine.totals
+    return to_json(
+        Status(
+            model=frontend.model_names[0],
+            version=__version__,
+            serving=frontend.healthy,
+            uptime_s=round(time.monotonic() - frontend.started_s, 3),
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            num_running=totals.last.num_running,
+            num_waiting=totals.last.num_waiting,
+            computed_tokens=totals.computed,
+            generated_tokens=totals.generated,
+            prefix_cache=PrefixCache(
+                enabled=info.enable_prefix_caching, queries_tokens=totals.cache_queries, hits_tokens=totals.cache_hits
+            ),
+            kv_cache=KVCache(
+                usage=totals.last.kv_cache_usage,
+                num_tokens=info.kv_cache_tokens,
+                num_bytes=info.kv_cache_bytes,
+                bytes_per_token=sum(layers.bytes_per_token for layers in info.kv_layers),
+                layers=info.kv_layers,
+            ),
+        )
+    )
 
 
 def metrics(frontend: Frontend) -> Response:

@@ -1,4 +1,4 @@
-"""Requests that the server's own OpenAPI document leads to, made by schemathesis from fixed seeds.
+"""Requests that the server's own OpenAPI document leads to, made by schemathesis from fixed seeds, and what it says of answers.
 
 Bodies as a whole, and, because few of those get past their first mistake, each field by itself in a body that is right. Both fit
 the schema or break it. Knows nothing of the server but its document. Used by `test_schemathesis`.
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import httpx
+import jsonschema
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 
@@ -24,9 +26,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import schemathesis
     from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_headers_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
 
 Schema = dict[str, Any]
-JSON_TYPE = "application/json"
+JSON_TYPE, EVENTS = "application/json", "text/event-stream"
+CHECKS = [status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]
 # The document's numbers are 64 bits wide, and most limits are near zero.
 NEAR = {"minimum": -2, "maximum": 20}
 # Choices (n) that a request gets at most here, and that a server grants: thousands of answers would take minutes.
@@ -36,8 +45,8 @@ UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
 ASKING = ("response_format", "structured_outputs", "tools")
 # How many values are drawn: for a whole body, for a field, and more for a field with a long schema. Each costs the more, the
 # longer the schema is: hence at most so many that they come to MOST_CHARS together, or LEAST.
-PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 60
-MOST_CHARS, LEAST = 100_000, 8
+PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 80
+MOST_CHARS, LEAST = 40_000, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,45 @@ def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[s
             for field, content in bodies:
                 made[Sent(method.upper(), path, field, content)] = None
     return list(made)
+
+
+class Answers:
+    """What a document says of answers, held against real ones by schemathesis.
+
+    Objects whose fields the document lists may have no others here: a client may be told more one day, a test must hear of it.
+    """
+
+    def __init__(self, document: Schema) -> None:
+        self._document = _closed(document)
+        self._operations = schemathesis.openapi.from_dict(self._document)
+        self._of_events: dict[str, jsonschema.Draft202012Validator] = {}
+
+    def fault(self, sent: Sent, answer: httpx.Response) -> str | None:
+        """What the document does not say of this answer, None if it says all of it."""
+        try:
+            self._operations[sent.path][sent.method].Case().validate_response(answer, checks=CHECKS)
+            if answer.headers.get("content-type", "").startswith(EVENTS):
+                for event in answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
+                    self._events(sent).validate(json.loads(event.removeprefix("data: ")))
+        except (AssertionError, BaseExceptionGroup, jsonschema.ValidationError) as error:
+            return str(error)
+        return None
+
+    def _events(self, sent: Sent) -> jsonschema.Draft202012Validator:
+        if sent.path not in self._of_events:
+            content = self._document["paths"][sent.path][sent.method.lower()]["responses"]["200"]["content"]
+            schema = content[EVENTS]["schema"] | {"components": self._document["components"]}
+            self._of_events[sent.path] = jsonschema.Draft202012Validator(schema)
+        return self._of_events[sent.path]
+
+
+def _closed(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    shut = {"additionalProperties": False} if "title" in node and "properties" in node else {}
+    return shut | {key: _closed(value) for key, value in node.items()}
 
 
 def _bodies(schema: Schema, right: Schema, beside: Mapping[str, Schema]) -> Iterator[tuple[str, bytes | None]]:

@@ -38,7 +38,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/batch": {"messages": [HELLO], "max_tokens": 1, "temperature": 0},
     **{TOKENIZE: {"messages": HELLO}, DETOKENIZE: {"tokens": [1, 2]}},
 }
-ROUTES = {("POST", p) for p in (*BODIES, "/ping")} | {("GET", p) for p in ("/v1/models", *PUBLIC_PATHS)}
+ROUTES = {("POST", p) for p in (*BODIES, "/ping")} | {("GET", p) for p in ("/v1/models", "/status", *PUBLIC_PATHS)}
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))  # a connection per request
 LEAKS = re.compile(r"0x[0-9a-f]{4,}|Traceback|site-packages|\.py\b|/(?:home|root|usr|tmp|work)/", re.I)
 
@@ -283,7 +283,7 @@ def test_no_key_no_answer(locked: Server) -> None:
     """GHSA-h3rc-6mm3-gc2m: every route but the short public list, with every wrong kind of key."""
     walked = routes(locked, KEY)
     assert set(walked) == ROUTES
-    for method, path in [*walked, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/redoc"), ("POST", "/nothing")]:
+    for method, path in [*walked, ("GET", "/openapi.json"), ("GET", "/redoc"), ("POST", "/nothing")]:
         for bad in ({}, {"authorization": "Bearer x"}, {"authorization": SECRET}, {"x-api-key": "x"}):
             answer = HTTP.request(method, f"{locked.url}{path}", headers=bad)
             assert answer.status_code == 200 if path in PUBLIC_PATHS else not complaint(answer, 401), f"{method} {path}"

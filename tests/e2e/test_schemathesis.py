@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import ROOT, ServerProcess
-from tests.e2e.schema_requests import JSON_TYPE, Sent, requests_of
+from tests.e2e.schema_requests import JSON_TYPE, Answers, Schema, Sent, requests_of
 
 FLAGS = (
     *("--max-model-len", "64", "--max-num-seqs", "16"),
@@ -56,6 +56,7 @@ class Session:
     """All that was said to one server. pids: of the server and the engine, before and after."""
 
     server: ServerProcess
+    document: Schema
     talks: Sequence[Talk]
     pids: tuple[tuple[int, int], tuple[int, int]]
 
@@ -68,7 +69,8 @@ def session(start_server: Callable[..., ServerProcess]) -> Session:
     server = start_server(*FLAGS).ready()
     before = (server.process.pid, server.engine_pid())
     with httpx.Client(base_url=server.url, timeout=120) as client:
-        requests = requests_of(client.get("/openapi.json").json(), RIGHT, BESIDE)
+        document = client.get("/openapi.json").json()
+        requests = requests_of(document, RIGHT, BESIDE)
 
         def send(sent: Sent) -> Talk:
             headers = {} if sent.body is None else {"content-type": JSON_TYPE}
@@ -76,7 +78,7 @@ def session(start_server: Callable[..., ServerProcess]) -> Session:
 
         with ThreadPoolExecutor(8) as pool:
             talks = list(pool.map(send, requests))
-    return Session(server, talks, (before, (server.process.pid, server.engine_pid())))
+    return Session(server, document, talks, (before, (server.process.pid, server.engine_pid())))
 
 
 def told(sent: Sent, answer: httpx.Response) -> str:
@@ -87,7 +89,7 @@ def told(sent: Sent, answer: httpx.Response) -> str:
 def test_thousands_of_different_requests_reach_every_route_and_field(session: Session) -> None:
     print(f"{len(session.talks)} requests, {dict(Counter(answer.status_code for _, answer in session.talks))}")
     assert len({sent for sent, _ in session.talks}) >= AT_LEAST
-    document = httpx.get(f"{session.server.url}/openapi.json").json()
+    document = session.document
     routes = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert {(sent.method, sent.path) for sent, _ in session.talks} == routes
     taken = {(sent.path, sent.field) for sent, answer in session.talks if answer.status_code == 200}
@@ -102,6 +104,16 @@ def test_no_request_is_the_servers_failure(session: Session) -> None:
     """Answers are a success, a wrong request, or an unknown model."""
     for sent, answer in session.talks:
         assert answer.status_code in (200, 400, 404), told(sent, answer)
+
+
+def test_each_answer_is_as_the_document_says(session: Session) -> None:
+    """Its status, its media type, and its body: what is listed as required is there, and nothing that is not listed."""
+    answers = Answers(session.document)
+    wrong = [f"{told(sent, answer)}\n{fault}" for sent, answer in session.talks if (fault := answers.fault(sent, answer))]
+    assert not wrong, "\n\n".join(wrong[:5])
+    assert {(sent.path, answer.status_code) for sent, answer in session.talks} >= {
+        (path, 200) for path in session.document["paths"]
+    }
 
 
 def test_each_refusal_has_the_standard_form_and_tells_nothing_of_the_machine(session: Session) -> None:

@@ -24,6 +24,7 @@ from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai import body, decision_protocol, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
+from halfbyte.entrypoints.page.files import add_pages
 from halfbyte.entrypoints.scrub import MAX_MESSAGE_CHARS
 from halfbyte.resolve import DEFAULT_MAX_LOGPROBS
 from halfbyte.types import EngineInfo, SamplingParams
@@ -143,9 +144,11 @@ def test_refused_fields_and_their_neutral_values() -> None:
 
 
 def test_routes_exist_and_are_documented() -> None:
-    app = FastAPI()
+    app = FastAPI(docs_url=None, redoc_url=None)
     add_routes(app, cast(frontend.Frontend, SimpleNamespace(config=ServerConfig(enable_admin=True))))
+    add_pages(app, ServerConfig())
     routes = {(method, route.path) for route in app.routes for method in cast(Any, route).methods - {"HEAD"}}  # type: ignore[attr-defined]
+    routes = {(method, path) for method, path in routes if not path.startswith("/page/")}
     headings = re.findall(r"^### (`.*)$", PAGE, re.M)
     documented = [tuple(span.split(" ", 1)) for heading in headings for span in code_spans(heading)]
     assert len(documented) == len(set(documented))

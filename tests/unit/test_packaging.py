@@ -20,6 +20,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import halfbyte
+from halfbyte.config import ServerConfig
+from halfbyte.entrypoints.page.files import page_files
 from halfbyte.kernels.cpu.build import LIBRARY_NAME, SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,7 @@ FLOORS = ("halfbyte", "kvcache", "kernels", "model_runner", "engine", "entrypoin
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 REQUIREMENTS = {r.name: r for r in map(Requirement, PROJECT["project"]["dependencies"])}
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+PAGE_FILES = {name for package, name in page_files(ServerConfig()).values() if package == "halfbyte.entrypoints.page"}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -47,6 +50,12 @@ def test_kernel_sources_are_packaged() -> None:
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["halfbyte.kernels.cpu"]
     folder = ROOT / "kernels/cpu"
     assert {path for pattern in patterns for path in folder.glob(pattern)} == set(SOURCES.iterdir())
+
+
+def test_pages_are_packaged() -> None:
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["halfbyte.entrypoints.page"]
+    folder = ROOT / "entrypoints/page"
+    assert {path.name for pattern in patterns for path in folder.glob(pattern)} == PAGE_FILES
 
 
 def test_subfolders_are_packages() -> None:
@@ -160,6 +169,7 @@ def test_wheel_works_from_another_directory(source: Path, tmp_path: Path) -> Non
     wheel = build_wheel(source, tmp_path)
     assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl"), "the library has no Python's ABI"
     assert {LIBRARY_NAME, *(f"csrc/{path.name}" for path in SOURCES.iterdir())} <= kernel_files(wheel)
+    assert {f"halfbyte/entrypoints/page/{name}" for name in PAGE_FILES} <= set(zipfile.ZipFile(wheel).namelist())
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     _run([*PIP, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], tmp_path)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
+from halfbyte.entrypoints.page.files import page_files
 
 Server = Any
 V = 260  # width of the logits
@@ -315,7 +316,7 @@ def test_route_walk_without_a_key(locked: Server) -> None:
     for route in routes:
         for method in sorted(route.methods - {"HEAD"}):
             answer = locked.http.request(method, route.path)
-            if route.path in PUBLIC_PATHS:
+            if route.path in PUBLIC_PATHS | set(page_files(locked.config)):
                 assert answer.status_code == 200
             else:
                 assert not complaint(answer, 401), route.path
@@ -325,7 +326,7 @@ def test_route_walk_without_a_key(locked: Server) -> None:
 @pytest.mark.parametrize(
     "path",
     ["/v1/models", "//v1/models", "/V1/models", "/%76%31/models", "/v1%2fmodels", "/health/../v1/models", "/health/", "/nothing",
-     "/metrics/x", "/tokenize", "/docs", "/openapi.json", "/health;x", "/health%00"],
+     "/metrics/x", "/tokenize", "/docs/", "/page/", "/page/x.js", "/openapi.json", "/health;x", "/health%00"],
 )  # fmt: skip
 @pytest.mark.parametrize("host", ["127.0.0.1", "x/health", "x?/health", "x#", "health"])
 def test_paths_and_hosts_do_not_get_around_the_key(locked: Server, path: str, host: str) -> None:
