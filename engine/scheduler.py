@@ -75,7 +75,10 @@ class _Share:
 
 
 class Scheduler:
-    """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason."""
+    """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason.
+
+    is_held: nothing is scheduled; requests wait where they are, and may be aborted.
+    """
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class Scheduler:
         self._preempted_ids: list[str] = []
         self._num_added = 0
         self._stats = SchedulerStats()
+        self.is_held = False
         self._max_computed = manager.max_request_tokens
         if not config.enable_chunked_prefill:
             self._max_computed = min(self._max_computed, config.max_num_batched_tokens)
@@ -166,7 +170,7 @@ class Scheduler:
             self._preempted_ids.append(request.request_id)
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) and not self.is_held
 
     def stats(self) -> SchedulerStats:
         """Gauges as of now, counters since the last call."""
@@ -178,7 +182,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. Costs O(running requests), whatever their lengths."""
         step = _Step(self.config.max_num_batched_tokens, self._prompt_budget(), preempted_ids=self._preempted_ids)
-        if self._isolated:
+        if self.is_held:
+            pass
+        elif self._isolated:
             self._schedule_alone(step, next(iter(self._isolated)))
         else:
             self._schedule_running(step)
