@@ -38,7 +38,7 @@ class Query(BaseModel):
 
 
 class SleepQuery(Query):
-    level: Literal[0, 1, 2] = 1
+    level: Literal["0", "1", "2"] = "1"
     mode: Mode = "abort"
 
 
@@ -110,7 +110,7 @@ class CacheReset(msgspec.Struct):
 
 
 async def sleep(frontend: Frontend, query: SleepQuery, receive: Receive) -> Slept:
-    state = await standstill.sleep(frontend, query.level, query.mode, receive)
+    state = await standstill.sleep(frontend, int(query.level), query.mode, receive)
     return Slept(state.sleep_level)
 
 

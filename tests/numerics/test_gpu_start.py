@@ -56,8 +56,8 @@ def test_a_model_says_on_it_what_it_says_on_the_cpu(gpu: Any, monkeypatch: pytes
         assert llm.is_sleeping and gpu.count["captures"] == captures - 2
         llm.wake_up(["kv_cache"])
         assert not llm.is_sleeping and gpu.count["captures"] == captures
-        again = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in found]
+        [again] = llm.generate(PROMPTS[:1], params[0].clone(max_tokens=3, prompt_logprobs=None), use_tqdm=False)
+        assert again.outputs[0].token_ids == found[0].outputs[0].token_ids[:3]
     llm.close()
     assert "graphs: decode batches piecewise of 2 sizes up to 4 tokens, mixed batches piecewise of 2 sizes" in report
     assert re.search(r"GPU memory: 0.92 x 80,000,000,000 bytes = 73,600,000,000 bytes - 0 outside torch - [\d,]+ weights", report)

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+import transformers
 
 from halfbyte import LLM, SamplingParams
 from halfbyte.errors import UserError
@@ -22,16 +25,34 @@ SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
 PROMPTS = ["The capital of France is", "The quick brown fox jumps over the lazy dog. " * 5 + "Then"]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"attention_backend": "reference", "dtype": "float32", "hf_overrides": {"num_hidden_layers": 3}},
-    ],
-    ids=["compiled kernels", "reference"],
-)
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with closing(LLM(max_model_len=256, kv_cache_memory_bytes=CACHE_BYTES, **request.param)) as opened:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model for the reference, which is slow."""
+    path = tmp_path_factory.mktemp("llama")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    tokenizer.save(str(path / "tokenizer.json"))
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, vocab_size=256, max_position_embeddings=256, initializer_range=0.4, **shape
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=["compiled kernels", "reference"])
+def llm(request: pytest.FixtureRequest, tiny: str) -> Iterator[LLM]:
+    options: dict[str, Any] = {"max_model_len": 256}
+    if request.param == "reference":
+        options |= {"model": tiny, "attention_backend": "reference", "dtype": "float32", "max_num_seqs": 4}
+        options |= {"kv_cache_memory_bytes": CACHE_BYTES // 4}
+    else:
+        options |= {"kv_cache_dtype": "fp8_e4m3", "kv_cache_memory_bytes": CACHE_BYTES}
+    with closing(LLM(**options)) as opened:
         yield opened
 
 
@@ -83,7 +104,7 @@ def test_tokens_are_the_same_and_memory_returns(llm: LLM, level: int) -> None:
     after = answers(llm)
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
     if level:
-        assert [cached for _, cached in after] == [0, 0, 0] or after == before, "the prefix cache was empty"
+        assert after == before, "the prefix cache was empty again"
     else:
         assert after[1][1] > 0, "at level 0 prefixes stay"
 
