@@ -134,7 +134,7 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """End requests in whatever state; ids that are unknown or already ended are ignored."""
-        return [self._end(request, _report(request, [], finish_reason="abort")) for request in self._live(request_ids)]
+        return [self._end(request, request.report([], finish_reason="abort")) for request in self._live(request_ids)]
 
     def fail(self, request_ids: Iterable[str], error: str) -> list[EngineOutput]:
         """End requests with an error that is safe to show to the client. Nothing of their KV stays matchable."""
@@ -439,7 +439,7 @@ class Scheduler:
             request.token_ids.append(tokens[count])
             finish_reason, stop_token_id = self._stop(request)
             count += 1
-        news = _report(request, tokens[:count], finish_reason=finish_reason)
+        news = request.report(tokens[:count], finish_reason=finish_reason)
         news.stop_token_id = stop_token_id
         if finish_reason == "stop":
             last = request.token_ids[-1]
@@ -483,20 +483,6 @@ class Scheduler:
 
 def _rank(request: Request) -> tuple[int, float, int]:
     return request.rank
-
-
-def _report(request: Request, token_ids: list[int], finish_reason: FinishReason | None) -> EngineOutput:
-    """An output for one request; its first one says when it was first scheduled."""
-    scheduled_s = None if request.was_reported else request.scheduled_s
-    request.was_reported = True
-    return EngineOutput(
-        request_id=request.request_id,
-        new_token_ids=token_ids,
-        finish_reason=finish_reason,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
-        scheduled_s=scheduled_s,
-    )
 
 
 def _failed(request_id: str, error: str) -> EngineOutput:
