@@ -17,7 +17,7 @@ from typing import Any
 
 from halfbyte.engine.client import EngineClient
 from halfbyte.engine.generation import Generation
-from halfbyte.engine.messages import Answer, Order
+from halfbyte.engine.messages import Answer, EngineState, Order
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.engine.output_processor import OutputProcessor
 from halfbyte.engine.requests import RequestMaker
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class AsyncEngine:
     """One engine as the front end sees it. Make it inside a running loop; `close` when done.
 
-    dead: why the engine is gone, None while it lives; `died` is set with it. default_sampling: SamplingParams fields that the
-    model's generation_config sets.
+    dead: why the engine is gone, None while it lives; `died` is set with it. state: whether it computes. default_sampling:
+    SamplingParams fields that the model's generation_config sets.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class AsyncEngine:
         self.totals = Totals()
         self.dead: str | None = None
         self.died = asyncio.Event()
+        self.state = EngineState()
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._stats_log = StatsLog(self._loop.call_later) if log_stats else None
@@ -138,6 +139,7 @@ class AsyncEngine:
         when the engine is gone, or ends before it has answered. Whoever stops waiting does not stop the action."""
         self._require_alive()
         answered = asyncio.wrap_future(self._client.control(action))
+        answered.add_done_callback(self._note)
         died = asyncio.ensure_future(self.died.wait())
         try:
             await asyncio.wait((answered, died), return_when=asyncio.FIRST_COMPLETED)
@@ -146,7 +148,6 @@ class AsyncEngine:
             return answered.result()
         finally:
             died.cancel()
-            answered.cancel()
 
     async def close(self) -> None:
         """Stop the engine. Open generations end with EngineDeadError."""
@@ -158,10 +159,16 @@ class AsyncEngine:
         self._long_texts.shutdown(wait=False)
         self._grammars.shutdown(wait=False)
 
-    def abort_all(self, reason: str) -> None:
-        """End every open generation with EngineDeadError(reason): what a server does that may not wait longer."""
+    def abort_all(self, error: Exception) -> None:
+        """End every open generation with `error`: what is done that may not wait for them."""
         self._client.abort(list(self._generation_of))
-        self._fail_all(reason)
+        self._fail_all(error)
+
+    def _note(self, answered: asyncio.Future[Any]) -> None:
+        """What the engine said, whether or not somebody still waits for it."""
+        if not answered.cancelled() and answered.exception() is None and isinstance(state := answered.result(), EngineState):
+            self.state = state
+            self.metrics.record_sleep(state.sleep_level)
 
     def _require_alive(self) -> None:
         if self.dead is not None:
@@ -243,14 +250,14 @@ class AsyncEngine:
             self.dead = reason
             if not self._closing:
                 log.error("engine dead: %s; %d open sequences end with an error", reason, len(self._generation_of))
-        self._fail_all(self.dead)
+        self._fail_all(EngineDeadError(self.dead))
         self.died.set()
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, error: Exception) -> None:
         for generation in list(self._generations):
             self._forget(generation)
             generation.metrics.abandoned(time.monotonic())
-            generation.fail(EngineDeadError(reason))
+            generation.fail(error)
 
     def _forget(self, generation: Generation) -> list[str]:
         """Drop a generation's sequences; the ids of those that were still open."""

@@ -11,8 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 from halfbyte.engine.core import EngineCore
-from halfbyte.engine.messages import Action, CacheWasReset, Control, Failed, Reply, ResetPrefixCache, Result
+from halfbyte.engine.messages import (
+    Action,
+    CacheWasReset,
+    Control,
+    EngineState,
+    Failed,
+    Pause,
+    Reply,
+    ResetPrefixCache,
+    Result,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from halfbyte.errors import HalfbyteError
+from halfbyte.types import MEMORY_PARTS
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +45,55 @@ def _reset_prefix_cache(core: EngineCore, action: ResetPrefixCache) -> CacheWasR
     return CacheWasReset(core.reset_prefix_cache(preempt=action.reset_running_requests))
 
 
+def _pause(core: EngineCore, action: Pause) -> EngineState:
+    core.is_paused = True
+    core.hold()
+    core.settle()
+    if action.clear_cache:
+        core.reset_prefix_cache(preempt=True)
+    return _state(core)
+
+
+def _resume(core: EngineCore, action: Resume) -> EngineState:
+    core.is_paused = False
+    core.hold()
+    return _state(core)
+
+
+def _sleep(core: EngineCore, action: Sleep) -> EngineState:
+    """A deeper sleep stays as deep; part of it that was woken up falls asleep again."""
+    core.sleep_level = max(action.level, core.sleep_level or 0)
+    core.hold()
+    core.settle()
+    if core.sleep_level > 0:
+        core.reset_prefix_cache(preempt=True)
+        core.release_rows()
+        core.runner.sleep(core.sleep_level)
+    log.info("asleep at level %d; given back: %s", core.sleep_level, ", ".join(core.runner.missing) or "nothing")
+    return _state(core)
+
+
+def _wake_up(core: EngineCore, action: WakeUp) -> EngineState:
+    if core.sleep_level is None:
+        return _state(core)
+    for part in MEMORY_PARTS:
+        if part in (action.tags or MEMORY_PARTS):
+            core.runner.wake_up(part)
+    if not core.runner.missing:
+        core.sleep_level = None
+        core.hold()
+    return _state(core)
+
+
+def _state(core: EngineCore) -> EngineState:
+    missing = [] if core.sleep_level is None else list(core.runner.missing)
+    return EngineState(core.is_paused, core.sleep_level, missing)
+
+
 _ACTIONS: dict[type[Action], Callable[[EngineCore, Any], Result | None]] = {
     ResetPrefixCache: _reset_prefix_cache,
+    Pause: _pause,
+    Resume: _resume,
+    Sleep: _sleep,
+    WakeUp: _wake_up,
 }

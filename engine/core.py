@@ -35,7 +35,8 @@ class _Step:
 class EngineCore:
     """Owns one scheduler and one runner. `add` and `abort` take effect at the next `step`.
 
-    preparation: where constrained requests wait for their grammars; without one there may be none.
+    preparation: where constrained requests wait for their grammars; without one there may be none. is_paused, sleep_level:
+    while either is set, requests wait (`engine.controls`).
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class EngineCore:
         self._num_ahead = 1 if async_scheduling else 0
         self._in_flight: deque[_Step] = deque()
         self._outputs: list[EngineOutput] = []
+        self.is_paused = False
+        self.sleep_level: int | None = None
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         for request in requests:
@@ -83,12 +86,21 @@ class EngineCore:
         stats.num_waiting += len(self._preparation or ())
         return StepOutput(outputs=outputs, stats=stats, timestamp_s=time.monotonic())
 
+    def hold(self) -> None:
+        """Schedule something, or nothing, as `is_paused` and `sleep_level` say."""
+        self.scheduler.is_held = self.is_paused or self.sleep_level is not None
+
     def settle(self) -> None:
         """Take the results of all steps in flight; the next `step` returns them."""
         while self._in_flight:
             self._sample(self._in_flight[0])
             if self._in_flight:  # it did not raise
                 self._take()
+
+    def release_rows(self) -> None:
+        """Have the runner release the rows of requests that ended or gave way, as the next step would. For a held engine."""
+        assert self.scheduler.is_held
+        self._launch()
 
     def reset_prefix_cache(self, *, preempt: bool) -> bool:
         """Forget all cached prefixes. preempt: running requests give up their blocks for it, and are computed again; otherwise
@@ -120,6 +132,8 @@ class EngineCore:
     def _launch(self) -> bool:
         """Begin the next step. False when there is nothing to compute (then rows are released at most), or it raised."""
         step = _Step(self.scheduler.schedule())
+        if step.scheduled.is_empty:
+            return False
         if step.scheduled.num_scheduled_tokens:
             self._in_flight.append(step)
         with self._recovering(step):

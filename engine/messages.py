@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from halfbyte import errors
-from halfbyte.types import EngineInfo, EngineRequest, StepOutput
+from halfbyte.types import EngineInfo, EngineRequest, MemoryPart, StepOutput
 
 
 class EngineSpawn(msgspec.Struct):
@@ -51,8 +51,38 @@ class CacheWasReset(msgspec.Struct, tag=True):
     success: bool
 
 
-Action = ResetPrefixCache
-Result = CacheWasReset
+class EngineState(msgspec.Struct, tag=True):
+    """Whether the engine computes: it does when it is neither paused nor asleep. missing: what it gave back for its sleep."""
+
+    is_paused: bool = False
+    sleep_level: int | None = None
+    missing: list[MemoryPart] = msgspec.field(default_factory=list)
+
+
+class Pause(Order[EngineState], tag=True):
+    """Compute nothing; requests wait. clear_cache: forget cached prefixes and the blocks of running requests, too."""
+
+    clear_cache: bool = True
+
+
+class Resume(Order[EngineState], tag=True):
+    """The end of a pause."""
+
+
+class Sleep(Order[EngineState], tag=True):
+    """Compute nothing, as in a pause. From level 1 on, give memory back (`Runner.sleep`); requests are computed again later."""
+
+    level: int = 1
+
+
+class WakeUp(Order[EngineState], tag=True):
+    """Fetch what the sleep gave back, all or the parts that are named. The sleep is over when nothing is missing."""
+
+    tags: list[MemoryPart] = msgspec.field(default_factory=list)
+
+
+Action = ResetPrefixCache | Pause | Resume | Sleep | WakeUp
+Result = CacheWasReset | EngineState
 
 
 class Control(msgspec.Struct, tag=True):

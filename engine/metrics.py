@@ -32,6 +32,7 @@ NON_FINITE: Final = "non-finite"  # in the error of a request whose logits were
 FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 AdmissionReason = Literal["max_num_queued_reqs", "max_num_queued_tokens"]
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+SLEEP_STATES = {"awake": None, "weights_offloaded": 1, "discard_all": 2}  # and the level of the sleep
 WAITING_REASONS = ("capacity", "deferred")
 
 TTFT_BUCKETS_S = (
@@ -72,6 +73,7 @@ class EngineMetrics:
         ProcessCollector(registry=self._registry)
         self._make_step_metrics()
         self._make_request_metrics(info)
+        self._make_sleep()
         self._make_info(info)
 
     def render(self) -> bytes:
@@ -95,6 +97,11 @@ class EngineMetrics:
                 self._generation_tokens.inc(len(output.new_token_ids))
             if output.finish_reason == "error" and NON_FINITE in (output.error or ""):
                 self._corrupted.inc()
+
+    def record_sleep(self, level: int | None) -> None:
+        """level: None while awake."""
+        for state, its_level in SLEEP_STATES.items():
+            self._sleep[state].set(level == its_level)
 
     def admission_rejected(self, reason: AdmissionReason) -> None:
         """A request was turned away because the queue is full."""
@@ -169,6 +176,16 @@ class EngineMetrics:
         self.inference = self._histogram("request_inference_time_seconds", "First scheduling to last token.", REQUEST_BUCKETS_S)
         self.prefill = self._histogram("request_prefill_time_seconds", "First scheduling to first token.", REQUEST_BUCKETS_S)
         self.decode = self._histogram("request_decode_time_seconds", "First token to last token.", REQUEST_BUCKETS_S)
+
+    def _make_sleep(self) -> None:
+        gauge = Gauge(
+            "vllm:engine_sleep_state",
+            "Whether the engine is awake, or what it has given back to sleep.",
+            [*self._labels, "sleep_state"],
+            registry=self._registry,
+        )
+        self._sleep = {state: _one(gauge, {**self._labels, "sleep_state": state}) for state in SLEEP_STATES}
+        self.record_sleep(None)
 
     def _make_info(self, info: EngineInfo) -> None:
         labels = {

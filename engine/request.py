@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from halfbyte.engine.grammar.constraint import RequestConstraint
-from halfbyte.types import EngineRequest, TokenLogprobs
+from halfbyte.types import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -75,6 +75,19 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.source.prompt_token_ids)
+
+    def report(self, token_ids: list[int], finish_reason: FinishReason | None) -> EngineOutput:
+        """An output of it; its first one says when it was first scheduled."""
+        scheduled_s = None if self.was_reported else self.scheduled_s
+        self.was_reported = True
+        return EngineOutput(
+            request_id=self.request_id,
+            new_token_ids=token_ids,
+            finish_reason=finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            scheduled_s=scheduled_s,
+        )
 
     @property
     def cache_salt(self) -> str | None:

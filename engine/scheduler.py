@@ -75,7 +75,10 @@ class _Share:
 
 
 class Scheduler:
-    """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason."""
+    """All requests of the engine. Each one that `add` takes ends with exactly one output that has a finish reason.
+
+    is_held: nothing is scheduled; requests wait where they are, and may be aborted.
+    """
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class Scheduler:
         self._preempted_ids: list[str] = []
         self._num_added = 0
         self._stats = SchedulerStats()
+        self.is_held = False
         self._max_computed = manager.max_request_tokens
         if not config.enable_chunked_prefill:
             self._max_computed = min(self._max_computed, config.max_num_batched_tokens)
@@ -130,7 +134,7 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """End requests in whatever state; ids that are unknown or already ended are ignored."""
-        return [self._end(request, _report(request, [], finish_reason="abort")) for request in self._live(request_ids)]
+        return [self._end(request, request.report([], finish_reason="abort")) for request in self._live(request_ids)]
 
     def fail(self, request_ids: Iterable[str], error: str) -> list[EngineOutput]:
         """End requests with an error that is safe to show to the client. Nothing of their KV stays matchable."""
@@ -166,7 +170,7 @@ class Scheduler:
             self._preempted_ids.append(request.request_id)
 
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) and not self.is_held
 
     def stats(self) -> SchedulerStats:
         """Gauges as of now, counters since the last call."""
@@ -178,7 +182,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Put the next step together. Costs O(running requests), whatever their lengths."""
         step = _Step(self.config.max_num_batched_tokens, self._prompt_budget(), preempted_ids=self._preempted_ids)
-        if self._isolated:
+        if self.is_held:
+            pass
+        elif self._isolated:
             self._schedule_alone(step, next(iter(self._isolated)))
         else:
             self._schedule_running(step)
@@ -433,7 +439,7 @@ class Scheduler:
             request.token_ids.append(tokens[count])
             finish_reason, stop_token_id = self._stop(request)
             count += 1
-        news = _report(request, tokens[:count], finish_reason=finish_reason)
+        news = request.report(tokens[:count], finish_reason=finish_reason)
         news.stop_token_id = stop_token_id
         if finish_reason == "stop":
             last = request.token_ids[-1]
@@ -477,20 +483,6 @@ class Scheduler:
 
 def _rank(request: Request) -> tuple[int, float, int]:
     return request.rank
-
-
-def _report(request: Request, token_ids: list[int], finish_reason: FinishReason | None) -> EngineOutput:
-    """An output for one request; its first one says when it was first scheduled."""
-    scheduled_s = None if request.was_reported else request.scheduled_s
-    request.was_reported = True
-    return EngineOutput(
-        request_id=request.request_id,
-        new_token_ids=token_ids,
-        finish_reason=finish_reason,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
-        scheduled_s=scheduled_s,
-    )
 
 
 def _failed(request_id: str, error: str) -> EngineOutput:

@@ -406,7 +406,7 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--convert": "models here generate text; leave it out",
     "--skip-tokenizer-init": "",
     "--enable-prompt-embeds": "",
-    "--enable-sleep-mode": "",
+    "--enable-sleep-mode": "any engine can sleep; --enable-admin serves the routes for it",
     "--stream-interval": "every token is streamed; leave it out",
     "--chat-template-content-format": "the template decides; leave it out",
     "--uds": "use --host and --port",

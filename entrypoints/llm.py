@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from halfbyte.config import DEFAULT_MODEL, EngineOptions
 from halfbyte.engine.client import EngineClient, InProcessClient
+from halfbyte.engine.messages import Answer, EngineState, Order, ResetPrefixCache, Sleep, WakeUp
 from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.tokenizer import SEAM, Tokenizer
@@ -39,7 +40,7 @@ from halfbyte.entrypoints.outputs import (
     RequestOutput,
 )
 from halfbyte.errors import UserError
-from halfbyte.types import SamplingParams, TokenLogprobs
+from halfbyte.types import MEMORY_PARTS, MemoryPart, SamplingParams, TokenLogprobs
 
 Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
@@ -121,6 +122,7 @@ class LLM:
         self._decisions = decisions
         self._files = front.files
         self._num_decisions = 0
+        self._state = EngineState()
         self.num_preemptions = 0
 
     def generate(
@@ -241,6 +243,7 @@ class LLM:
             order=check_order(order),
             min_label_mass=min_label_mass,
         )
+        self._require_awake()
         calls = [(read_questions(questions), asking)]
         self._num_decisions += 1
         [result] = decide_all(self.decider, self._maker, self._client, calls, priority=priority, cache_salt=cache_salt)
@@ -251,6 +254,7 @@ class LLM:
         self, calls: Iterable[tuple[Any, Mapping[str, Any], str | None]], *, order: str | None = None
     ) -> list[Decided]:
         """`decide` for many (state, questions, instructions) in one batch: answers before they take the form of a route."""
+        self._require_awake()
         how = check_order(order)
         asked = [(read_questions(given), Asking(state=state, instructions=text, order=how)) for state, given, text in calls]
         return decide_all(self.decider, self._maker, self._client, asked)
@@ -262,6 +266,32 @@ class LLM:
         template = cache(self._template)
         return Decider(self._tokenizer, template, self._maker.limits, self.info, self._decisions, temperatures)
 
+    @property
+    def is_sleeping(self) -> bool:
+        return self._state.sleep_level is not None
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`. Level 1: the KV cache, and on a GPU the weights, which the host keeps. Level 2: the
+        cache and the weights, which are loaded again. Level 0: nothing.
+
+        mode: abort, wait or keep, which are the same here: nothing runs between two calls.
+        """
+        if isinstance(level, bool) or level not in (0, 1, 2):
+            raise UserError(f"level must be 0, 1 or 2, got {level!r}", param="level")
+        if mode not in ("abort", "wait", "keep"):
+            raise UserError(f"mode must be abort, wait or keep, got {mode!r}", param="mode")
+        self._state = self._order(Sleep(level))
+
+    def wake_up(self, tags: Sequence[MemoryPart] | None = None) -> None:
+        """Fetch back what `sleep` gave back, or parts of it: "weights", then "kv_cache". Nothing computes before all is there."""
+        if unknown := set(tags or ()) - set(MEMORY_PARTS):
+            raise UserError(f"tags must be of {', '.join(MEMORY_PARTS)}, got {sorted(map(str, unknown))}", param="tags")
+        self._state = self._order(WakeUp(list(tags or ())))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes. Always True here, where nothing runs between two calls."""
+        return self._order(ResetPrefixCache(reset_running_requests)).success
+
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
@@ -272,6 +302,16 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache. The instance cannot be used again."""
         self._client.close()
+
+    def _order(self, action: Order[Answer]) -> Answer:
+        answered = self._client.control(action)
+        while not answered.done():
+            self._client.receive()
+        return answered.result()
+
+    def _require_awake(self) -> None:
+        if self.is_sleeping:
+            raise UserError("the engine is asleep; call wake_up() first")
 
     def _template(self, chat_template: str | None = None) -> ChatTemplate:
         return ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
@@ -298,6 +338,7 @@ class LLM:
         return _Job(ids, params, output, cache_salt=salt)
 
     def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+        self._require_awake()
         processor = OutputProcessor(self._tokenizer)
         job_of: dict[str, _Job] = {}
         requests = []

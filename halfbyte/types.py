@@ -360,6 +360,11 @@ class SchedulerOutput:
     def total_num_scheduled_tokens(self) -> int:
         return sum(self.num_scheduled_tokens.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be computed, and no row to be released."""
+        return not (self.num_scheduled_tokens or self.finished_request_ids or self.preempted_request_ids)
+
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
@@ -389,8 +394,14 @@ class PendingOutput(Protocol):
         ...
 
 
+MemoryPart = Literal["weights", "kv_cache"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")  # in the order in which they come back
+
+
 class Runner(Protocol):
     """All that the engine knows of a device. `execute` then `sample`, once each per step; one thread.
+
+    missing: what `sleep` gave back and `wake_up` did not fetch yet; steps need all of it.
 
     Neither waits for the device, and steps take effect in their order: a step may be launched before the result of the one
     before it is there, and reads that one's tokens where they are, on the device. A step without tokens is not sampled.
@@ -399,6 +410,13 @@ class Runner(Protocol):
     def execute(self, scheduled: SchedulerOutput) -> None: ...
 
     def sample(self, grammar_mask: Any | None = None) -> PendingOutput: ...
+
+    @property
+    def missing(self) -> tuple[MemoryPart, ...]: ...
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self, part: MemoryPart) -> None: ...
 
     def close(self) -> None: ...
 

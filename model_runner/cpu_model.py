@@ -136,6 +136,10 @@ class CpuModel:
         best_N2 = self._best.run(hidden_NE.shape[0], input_TE=hidden_NE)
         return best_N2.view(torch.int32)[:, 1].long(), best_N2[:, 0]
 
+    def forget_caches(self) -> None:
+        """Let go of the caches of the last step, which the program points to; the next step records it anew."""
+        self._program, self._caches = None, []
+
     def close(self) -> None:
         """End the threads."""
         self.engine.close()

@@ -8,7 +8,7 @@ Shape letters: T tokens of the step, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle, groupby, islice
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfbyte.config import EngineConfig
-from halfbyte.errors import Refusal, UnsupportedError
+from halfbyte.config import EngineConfig, ModelConfig
+from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.kernels.attention.base import AttentionBackend
 from halfbyte.kernels.attention.selection import arranged_spec
 from halfbyte.kernels.attention.vendors import LayerFacts
@@ -40,14 +40,23 @@ from halfbyte.model_runner.input_kernels import TORCH_INPUTS, InputKernels
 from halfbyte.model_runner.kv_scales import KVScales
 from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
-from halfbyte.model_runner.layers.weights import prepack_weights
+from halfbyte.model_runner.layers.weights import LoadReport, prepack_weights
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampling_kernels import SamplingKernels, TorchSampling
 from halfbyte.model_runner.source import ModelFiles
 from halfbyte.model_runner.step_sampling import StepSampling
-from halfbyte.platform import Platform
-from halfbyte.types import GrownRow, ModelRunnerOutput, NewRow, PendingOutput, SamplingParams, SchedulerOutput
+from halfbyte.platform import Platform, trim_heap
+from halfbyte.types import (
+    MEMORY_PARTS,
+    GrownRow,
+    MemoryPart,
+    ModelRunnerOutput,
+    NewRow,
+    PendingOutput,
+    SamplingParams,
+    SchedulerOutput,
+)
 
 StoredScales = tuple[list[LayerScales], list[str]]  # of each layer, and lines for the log
 
@@ -58,20 +67,12 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
     settings = config.model
     device = make_device(settings.device)
     plan = graph_plan(config, backend)  # what it refuses is refused before weights are read
-    model: Model | CpuModel
     scales = KVScales()
     if settings.device == "cpu":
         # The compiled kernels have threads of their own; what is left to torch is too small to wake another team for.
         torch.set_num_threads(1 if backend.name == "cpu" else settings.num_threads)
-    if backend.name == "cpu":
-        model, report, kernels = load_cpu_model(files, decoder, settings, backend, scales)
-    else:
-        place = (settings.dtype, device.place, settings.load_format)
-        model, report = load_model(files, decoder, *place, backend, scales=scales)
-        if (settings.device, settings.dtype) == ("cpu", "float32"):
-            prepack_weights(model)
-        used = f"torch, {settings.num_threads} threads" if device.is_host else layer_kernels(device.place).name
-        kernels = f"{used}; linear {settings.dtype}"
+    load = partial(_load_weights, files, decoder, settings, device, backend)
+    model, report, kernels = load(scales)
     limit = f"{platform.memory_limit_bytes / 2**30:.1f} GiB of memory"
     lines = [
         f"kernels: {kernels}; attention {backend.name} over {config.cache.layers_name} KV; {limit}",
@@ -84,13 +85,33 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
     if not device.is_host:
         lines.append(plan.line())
     stored = scales.layer_scales(decoder.num_layers, decoder.num_kv_heads, decoder.num_heads)
-    return ModelRunner(config, model, backend, lines, stored, device)
+    return ModelRunner(config, model, backend, lines, stored, device, lambda: load(KVScales())[0])
+
+
+def _load_weights(
+    files: ModelFiles,
+    decoder: DecoderConfig,
+    settings: ModelConfig,
+    device: Device,
+    backend: AttentionBackend,
+    scales: KVScales,
+) -> tuple[Model | CpuModel, LoadReport, str]:
+    """The model, what loading did, and which kernels run: at the start, and when a runner wakes up whose weights were dropped."""
+    if backend.name == "cpu":
+        return load_cpu_model(files, decoder, settings, backend, scales)
+    place = (settings.dtype, device.place, settings.load_format)
+    model, report = load_model(files, decoder, *place, backend, scales=scales)
+    if (settings.device, settings.dtype) == ("cpu", "float32"):
+        prepack_weights(model)
+    used = f"torch, {settings.num_threads} threads" if device.is_host else layer_kernels(device.place).name
+    return model, report, f"{used}; linear {settings.dtype}"
 
 
 class ModelRunner:
     """Implements `halfbyte.types.Runner`. report: lines for the start-up log. stored_scales: those of the checkpoint.
 
-    A step waits for nothing: see `device`. device: where the model is, None: made from the configuration.
+    A step waits for nothing: see `device`. device: where the model is, None: made from the configuration. reload: the model
+    anew, for a runner that may be put to sleep at level 2.
     """
 
     def __init__(
@@ -101,6 +122,7 @@ class ModelRunner:
         report: list[str] | None = None,
         stored_scales: StoredScales | None = None,
         device: Device | None = None,
+        reload: Callable[[], Model | CpuModel] | None = None,
     ) -> None:
         self.report = report or []
         self.config = config
@@ -113,7 +135,9 @@ class ModelRunner:
         self.stored_scales = stored_scales or _no_scales(model)
         self._parts: list[LayerParts] | None = None
         self._max_rows = config.scheduler.max_num_seqs
-        self._compiled = compile_model(model) if config.execution.compile == "native" else None
+        self._reload = reload
+        self._offloaded = False
+        self._compiled = self._compile()
         self._graphs: DeviceGraphs | None = None
         self._step: tuple[InputBatch, Tensor] | None = None
 
@@ -152,6 +176,49 @@ class ModelRunner:
         self._graphs = self._step = None
         for name in ("_tensors", "_rows", "_tables", "_forward", "_sampling"):
             self.__dict__.pop(name, None)
+        if isinstance(model := self.__dict__.get("model"), CpuModel):
+            model.forget_caches()
+
+    @property
+    def missing(self) -> tuple[MemoryPart, ...]:
+        """What `sleep` gave back and `wake_up` did not fetch yet; steps need all of it."""
+        gone = {"weights": self._offloaded or "model" not in self.__dict__, "kv_cache": "_tensors" not in self.__dict__}
+        return tuple(part for part in MEMORY_PARTS if gone[part])
+
+    def sleep(self, level: int) -> None:
+        """Give memory back to the system. Level 1: the cache, and the weights where the device has memory of its own: the host
+        keeps them. Level 2: the cache and the weights. Scales, turns and the sizes of all that stay.
+        """
+        self.release_cache()
+        if level == 2:
+            self._drop_model()
+        elif not self.device.is_host and "model" in self.__dict__ and isinstance(self.model, Model):
+            self.model.to("cpu")
+            self._offloaded = True
+        if isinstance(self.device, Accelerator):
+            self.device.trim()
+        trim_heap()
+
+    def wake_up(self, part: MemoryPart) -> None:
+        """Fetch what `sleep` gave back: the weights from the host or from the checkpoint, then a cache as large as before, with
+        what belongs to it. UserError for a cache without weights. Whatever else lies beside the weights comes back here, too.
+        """
+        if part not in self.missing:
+            return
+        if part == "weights":
+            if self._offloaded:
+                self.model.to(self.device.place)  # type: ignore[union-attr]
+                self._offloaded = False
+                return
+            assert self._reload is not None, "a runner that dropped its weights can load them"
+            self.model = self._reload()
+            self._compiled = self._compile()
+            return
+        if "weights" in self.missing:
+            raise UserError("the KV cache wakes up after the weights: wake tags=weights first, or both", param="tags")
+        self.allocate_cache(self.num_blocks, self._max_seq_len)
+        self.warm_up()
+        self.capture_graphs()
 
     def set_parts(self, parts: list[LayerParts]) -> None:
         """Scales and turns of each layer, for the cache that is allocated next."""
@@ -241,9 +308,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the model and the cache."""
         self.release_cache()
-        if isinstance(self.model, CpuModel):
-            self.model.close()
-        self.__dict__.pop("model", None)
+        self._drop_model()
 
     def refuse(self, platform: Platform) -> None:
         """UnsupportedError with every reason why the format or the back end cannot serve a layer here."""
@@ -257,6 +322,15 @@ class ModelRunner:
                     refusals[refusal] = None
         if refusals:
             raise UnsupportedError(*refusals)
+
+    def _compile(self) -> tuple[ForwardModel, type[ForwardContext]] | None:
+        return compile_model(self.model) if self.config.execution.compile == "native" else None
+
+    def _drop_model(self) -> None:
+        model = self.__dict__.pop("model", None)
+        self._compiled, self._offloaded = None, False
+        if isinstance(model, CpuModel):
+            model.close()
 
     def _apply(self, scheduled: SchedulerOutput) -> None:
         """Bring rows and block tables up to date. Requests that never entered (their step had failed) are ignored."""

@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from starlette.types import Scope
 from halfbyte import __version__
 from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
-from halfbyte.engine.messages import Answer, Order
+from halfbyte.engine.messages import Answer, EngineState, Order
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.engine.totals import Totals
 from halfbyte.entrypoints.answers.parser import AnswerSyntax
@@ -41,7 +42,9 @@ LABEL_KEY = "halfbyte.request_label"  # in the ASGI scope: the valid X-Request-I
 MAX_LABEL_CHARS = 128
 MAX_FOREIGN_TEMPLATES = 2  # templates of requests that run at once, each in a process of its own
 ABORT_GRACE_S = 5.0
+ASLEEP_RETRY_S = 5
 STOPPING = "the server is shutting down"
+ASLEEP = "the engine is asleep until an operator sends POST /wake_up"
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ class Engine(Protocol):
     default_sampling: dict[str, Any]
     dead: str | None
     died: asyncio.Event
+    state: EngineState
 
     @property
     def metrics(self) -> Metrics: ...
@@ -87,7 +91,7 @@ class Engine(Protocol):
 
     def admit(self, num_sequences: int, num_prompt_tokens: int) -> None: ...
 
-    def abort_all(self, reason: str) -> None: ...
+    def abort_all(self, error: Exception) -> None: ...
 
     async def control(self, action: Order[Answer]) -> Answer: ...
 
@@ -169,7 +173,8 @@ class Call:
 class Frontend:
     """The routes' shared state. UserError if the operator's chat template cannot be used.
 
-    draining: no new calls are taken. stopping: open ones are being ended too.
+    draining: no new calls are taken. stopping: open ones are being ended too. closing: why new calls are refused for a while.
+    cuts_calls: while the engine sleeps, open calls get no more generations. order: held while an operator's order is carried out.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, temperatures: Temperatures | None = None) -> None:
@@ -190,9 +195,11 @@ class Frontend:
         self.started_s = time.monotonic()
         self.draining = False
         self.stopping = False
+        self.closing: str | None = None
+        self.cuts_calls = False
+        self.order = asyncio.Lock()
         self._open: set[Call] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._ended = asyncio.Event()  # a call has ended; whoever waits for that clears it
 
     @property
     def healthy(self) -> bool:
@@ -206,13 +213,11 @@ class Frontend:
         label = scope.get(LABEL_KEY)
         call = Call(self, scope["path"], prefix, label or uuid.uuid4().hex, label is not None)
         self._open.add(call)
-        self._idle.clear()
         return call
 
     def forget(self, call: Call) -> None:
         self._open.discard(call)
-        if not self._open:
-            self._idle.set()
+        self._ended.set()
 
     def served_model(self, name: str | None) -> str:
         """The name to answer with. An absent or empty name means the first one; NotFoundError for one that is not served."""
@@ -242,19 +247,31 @@ class Frontend:
             reasoning=self.answers.reasoning,
         )
 
-    def require_serving(self) -> None:
-        """HttpError 503 when this server takes no new calls."""
+    def require_alive(self) -> None:
+        """HttpError 503 when the server stops, or the engine is gone."""
         if self.draining:
             raise unavailable(STOPPING)
         if self.engine.dead is not None:
             raise unavailable(f"the engine is gone: {self.engine.dead}", retry_after_s=5)
 
+    def require_serving(self) -> None:
+        """HttpError 503 when no new calls for the engine are taken."""
+        self.require_alive()
+        if self.closing is not None or self.engine.state.sleep_level is not None:
+            raise unavailable(self.closing or ASLEEP, ASLEEP_RETRY_S)
+
+    def _require_going(self) -> None:
+        """HttpError 503 when calls that are open get nothing more of the engine."""
+        if self.stopping:
+            raise unavailable(STOPPING)
+        if self.cuts_calls and (self.closing is not None or self.engine.state.sleep_level is not None):
+            raise unavailable(ASLEEP, ASLEEP_RETRY_S)
+
     async def generate(
         self, asked: Sequence[Asked], *, priority: int, cache_salt: str | None, is_admitted: bool = False
     ) -> list[Closeable]:
         """Start one generation per prompt: all, or none and the error of the one that could not start."""
-        if self.stopping:
-            raise unavailable(STOPPING)
+        self._require_going()
         generations: list[Closeable] = []
         try:
             of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "is_admitted": is_admitted}
@@ -271,8 +288,7 @@ class Frontend:
 
     def read(self, read: Read, priority: int, cache_salt: str | None) -> Closeable:
         """Start one read of a decision that was admitted."""
-        if self.stopping:
-            raise unavailable(STOPPING)
+        self._require_going()
         try:
             return self.engine.read(read.prompt_token_ids, read.token_ids, priority=priority, cache_salt=cache_salt)
         except EngineDeadError as error:
@@ -292,15 +308,20 @@ class Frontend:
         self.stopping = True
         if self._open:
             log.info("stopping: %d requests are aborted", len(self._open))
-            self.engine.abort_all(STOPPING)
+            self.engine.abort_all(EngineDeadError(STOPPING))
             await self._wait_idle(ABORT_GRACE_S)
 
+    async def wait_for_open_calls(self) -> None:
+        """Until all calls that are open now have ended."""
+        calls = set(self._open)
+        while calls & self._open:
+            self._ended.clear()
+            await self._ended.wait()
+
     async def _wait_idle(self, timeout_s: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
+                await self.wait_for_open_calls()
 
 
 def sampling_defaults(engine: Engine, config: ServerConfig) -> dict[str, Any]:

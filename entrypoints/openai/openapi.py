@@ -36,7 +36,7 @@ MEANINGS = {
     413: "The body is too large.",
     500: "The engine gave this request up, or a fault of the server.",
     501: "The model cannot do this.",
-    503: "The server is full or stopping, or its engine is gone.",
+    503: "The server is full, asleep or stopping, or its engine is gone.",
 }
 
 

@@ -37,14 +37,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch, fake_device: Any) -> Any:
     return device
 
 
+def runner_of(llm: LLM) -> Any:
+    client: Any = llm._client
+    return client._core.runner
+
+
 def test_a_model_says_on_it_what_it_says_on_the_cpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=1)] * 3
     llm = LLM("smollm2-135m", cudagraph_capture_sizes=[1, 4], **OPTIONS)
     report = "\n".join(llm.info.report)
     found = llm.generate(PROMPTS, params, use_tqdm=False)
-    llm.close()
     assert gpu.count["captures"] == 4, "two sizes, for the profile and for good"
     assert gpu.count["replays"] >= 12 and gpu.count["graphs"] == 4 * (NUM_LAYERS + 1)
+    for level, captures in ((1, 6), (2, 8)):
+        llm.sleep(level)
+        assert runner_of(llm).missing == ("weights", "kv_cache"), "a GPU's weights go to the host, or away"
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping and gpu.count["captures"] == captures - 2
+        llm.wake_up(["kv_cache"])
+        assert not llm.is_sleeping and gpu.count["captures"] == captures
+        [again] = llm.generate(PROMPTS[:1], params[0].clone(max_tokens=3, prompt_logprobs=None), use_tqdm=False)
+        assert again.outputs[0].token_ids == found[0].outputs[0].token_ids[:3]
+    llm.close()
     assert "graphs: decode batches piecewise of 2 sizes up to 4 tokens, mixed batches piecewise of 2 sizes" in report
     assert re.search(r"GPU memory: 0.92 x 80,000,000,000 bytes = 73,600,000,000 bytes - 0 outside torch - [\d,]+ weights", report)
     assert {"profile memory", "capture graphs"} <= {name for name, _ in llm.info.phases}

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,7 +16,20 @@ from halfbyte.engine import controls
 from halfbyte.engine.async_engine import AsyncEngine
 from halfbyte.engine.client import InProcessClient
 from halfbyte.engine.core import EngineCore
-from halfbyte.engine.messages import CacheWasReset, Control, Failed, FromEngine, Reply, ResetPrefixCache, ToEngine
+from halfbyte.engine.messages import (
+    CacheWasReset,
+    Control,
+    EngineState,
+    Failed,
+    FromEngine,
+    Pause,
+    Reply,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    ToEngine,
+    WakeUp,
+)
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.types import EngineInfo, EngineRequest, SamplingParams
 from tests.unit.scheduled_engine import Engine
@@ -82,7 +95,7 @@ def test_errors_that_are_not_ours_cross_as_the_common_one(error: Exception) -> N
 
 
 def test_every_action_crosses_and_is_carried_out() -> None:
-    assert set(controls._ACTIONS) == set(getattr(controls.Action, "__args__", (controls.Action,)))
+    assert set(controls._ACTIONS) == set(get_args(controls.Action))
     for kind in controls._ACTIONS:
         call = Control(7, kind())
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=ToEngine) == call
@@ -201,3 +214,90 @@ def test_async_engine_awaits_the_reply_or_the_engines_death(json_tokenizer: Toke
         await engine.close()
 
     asyncio.run(run())
+
+
+# --- rest --------------------------------------------------------------------------------------------------------------
+
+
+class Sleeper:
+    """The fake runner with memory to give back. It computes nothing while some is missing."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.missing: tuple[str, ...] = ()
+
+    def execute(self, scheduled: Any) -> None:
+        assert not self.missing
+        self.inner.execute(scheduled)
+
+    def sample(self, grammar_mask: Any = None) -> Any:
+        return self.inner.sample(grammar_mask)
+
+    def sleep(self, level: int) -> None:
+        assert not self.inner.rows, "rows are released before the memory goes"
+        self.inner.memory.slots.clear()
+        self.missing = ("weights", "kv_cache") if level == 2 else ("kv_cache",)
+
+    def wake_up(self, part: str) -> None:
+        self.missing = tuple(one for one in self.missing if one != part)
+
+
+def do(core: EngineCore, action: Any) -> Any:
+    reply = controls.perform(core, Control(1, action))
+    assert reply.failure is None, reply.failure
+    return reply.result
+
+
+@pytest.mark.parametrize(
+    ("down", "up", "state"),
+    [
+        (Pause(clear_cache=False), Resume(), EngineState(is_paused=True)),
+        (Pause(), Resume(), EngineState(is_paused=True)),
+        (Sleep(0), WakeUp(), EngineState(sleep_level=0)),
+        (Sleep(1), WakeUp(), EngineState(sleep_level=1, missing=["kv_cache"])),
+        (Sleep(2), WakeUp(), EngineState(sleep_level=2, missing=["weights", "kv_cache"])),
+    ],
+    ids=["pause", "pause and clear", "level 0", "level 1", "level 2"],
+)
+def test_requests_rest_and_go_on(core: EngineCore, down: Any, up: Any, state: EngineState) -> None:
+    """Running, waiting, new and aborted ones: nothing is computed, nothing is lost, and the tokens are the same."""
+    core.runner = Sleeper(core.runner)  # type: ignore[assignment]
+    prompts = {name: list(range(start, start + 9)) for name, start in (("a", 1), ("gone", 20), ("late", 40))}
+    core.add([request("a", prompts["a"]), request("gone", prompts["gone"])])
+    found: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in core.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        core.scheduler.manager.check()
+
+    step()
+    step()
+    assert do(core, down) == do(core, down) == state
+    while core.has_work():
+        step()  # what was in flight
+    told = dict(found)
+    core.add([request("late", prompts["late"])])
+    assert not core.has_work(), "a process sleeps in its socket meanwhile"
+    core.abort(["gone"])
+    step()
+    assert found == told and not core.has_work()
+    assert do(core, up) == do(core, up) == EngineState()
+    while core.has_work():
+        step()
+    inner: Any = core.runner.inner  # type: ignore[attr-defined]
+    assert {name: inner.expected_tokens(prompts[name], None, 8) for name in ("a", "late")} == {
+        name: found[name] for name in ("a", "late")
+    }
+    assert len(found["gone"]) < 8
+
+
+def test_a_pause_and_a_sleep_are_two_things(core: EngineCore) -> None:
+    core.runner = Sleeper(core.runner)  # type: ignore[assignment]
+    core.add([request("a", [1, 2, 3])])
+    do(core, Pause())
+    assert do(core, Sleep(2)) == EngineState(True, 2, ["weights", "kv_cache"])
+    assert do(core, Sleep(1)).sleep_level == 2, "a deeper sleep stays as deep"
+    assert do(core, WakeUp(["weights"])) == EngineState(True, 2, ["kv_cache"])
+    assert do(core, WakeUp(["kv_cache"])) == EngineState(True, None, []) and not core.has_work()
+    assert do(core, Resume()) == EngineState() and len(tokens_of(core)["a"]) == 8

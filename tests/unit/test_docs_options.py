@@ -21,7 +21,7 @@ from halfbyte.engine.limits import Limits
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.entrypoints import chat_template, server
 from halfbyte.entrypoints.http_metrics import HttpMetrics
-from halfbyte.entrypoints.openai import body, decision_protocol, frontend, protocol, tokenize
+from halfbyte.entrypoints.openai import admin, body, decision_protocol, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.page.files import add_pages
@@ -41,6 +41,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "`POST /v1/decisions`": decision_protocol.DecisionsRequest,
     "`POST /tokenize`": protocol.TokenizeRequest,
     "`POST /detokenize`": protocol.DetokenizeRequest,
+    **{f"`{route.method} {route.path}`": route.query for route in admin.ROUTES if route.query.model_fields},
 }
 JSON_TYPES = ("integer", "number", "boolean", "string", "array", "object")
 

@@ -17,7 +17,7 @@ from halfbyte.types import EngineInfo, EngineOutput, EngineRequest, SamplingPara
 
 EXPECTED_TYPES = {
     **dict.fromkeys(("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"), "gauge"),
-    **dict.fromkeys(("kv_cache_usage_perc", "cache_config_info"), "gauge"),
+    **dict.fromkeys(("kv_cache_usage_perc", "cache_config_info", "engine_sleep_state"), "gauge"),
     **dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "corrupted_requests"), "counter"),
     **dict.fromkeys(("prompt_tokens", "prompt_tokens_cached", "generation_tokens"), "counter"),
     **dict.fromkeys(("request_success", "admission_rejections"), "counter"),

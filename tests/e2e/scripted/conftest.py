@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from halfbyte.config import ServerConfig
 from halfbyte.engine.async_engine import AsyncEngine
-from halfbyte.engine.messages import CacheWasReset
+from halfbyte.engine.messages import CacheWasReset, EngineState, Pause, ResetPrefixCache, Resume, Sleep, WakeUp
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints.server import Server, build_app
 from halfbyte.errors import EngineDeadError
@@ -97,6 +97,7 @@ class ScriptedClient:
         self.aborted: list[str] = []
         self.requests: list[EngineRequest] = []
         self.actions: list[Any] = []
+        self.state = EngineState()
         self._live: dict[str, Run] = {}
         self._ended: list[EngineOutput] = []
         self._seen: set[tuple[object, ...]] = set()
@@ -129,19 +130,35 @@ class ScriptedClient:
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
             outputs, self._ended = self._ended, []
-            if self._allowed != 0:
+            if self.computes:
                 outputs += [self._advance(run) for run in list(self._live.values())]
                 self._allowed = None if self._allowed is None else self._allowed - 1
             stats = SchedulerStats(num_running=len(self._live))
             return StepOutput(outputs=outputs, stats=stats)
 
     def control(self, action: Any) -> Future[Any]:
-        """Answered at once; the scripted engine has no cache and no weights."""
+        """Answered at once: what sleeps or is paused makes no steps; there is no cache and there are no weights."""
         with self._changed:
             self.actions.append(action)
             answer: Future[Any] = Future()
-            answer.set_result(CacheWasReset(action.reset_running_requests or not self._live))
+            match action:
+                case ResetPrefixCache():
+                    answer.set_result(CacheWasReset(action.reset_running_requests or not self._live))
+                case Pause() | Resume():
+                    self.state = EngineState(isinstance(action, Pause), self.state.sleep_level)
+                case Sleep():
+                    self.state = EngineState(self.state.is_paused, action.level)
+                case WakeUp():
+                    is_awake = action.tags != ["weights"]
+                    self.state = EngineState(self.state.is_paused, None if is_awake else self.state.sleep_level)
+            if not answer.done():
+                answer.set_result(self.state)
+            self._changed.notify_all()
             return answer
+
+    @property
+    def computes(self) -> bool:
+        return not self.state.is_paused and self.state.sleep_level is None and self._allowed != 0
 
     def close(self) -> None: ...
 
@@ -170,7 +187,7 @@ class ScriptedClient:
         return len(self._live)
 
     def _can_step(self) -> bool:
-        return bool(self._dead is not None or self._ended or (self._live and self._allowed != 0))
+        return bool(self._dead is not None or self._ended or (self._live and self.computes))
 
     def _advance(self, run: Run) -> EngineOutput:
         request, sampling = run.request, run.request.sampling
