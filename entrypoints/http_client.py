@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from halfbyte.entrypoints.flag_table import API_KEY_VARIABLES
+from halfbyte.entrypoints.flags import UsageError
 from halfbyte.errors import HalfbyteError
 from halfbyte.log import one_line
 
@@ -27,8 +28,10 @@ _MAX_REASON_CHARS = 300
 def key_headers(
     given: str | None, environ: Mapping[str, str] = os.environ, variable: str = API_KEY_VARIABLES[0]
 ) -> dict[str, str]:
-    """What a server with a key wants to see: the key that was given, else the one in the environment."""
-    key = given or environ.get(variable)
+    """What a server with a key wants to see: the key that was given, else the environment's. UsageError if it cannot be one."""
+    key = given or environ.get(variable) or ""
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError("a server's key must be printable ASCII")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

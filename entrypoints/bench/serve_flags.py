@@ -223,7 +223,10 @@ def _base_url(given: Mapping[str, Any]) -> str:
 
 
 def _headers(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    return _printable("--header and --api-key", key_headers(given.get("api_key"), environ) | _pairs("header", "=", given))
+    headers = key_headers(given.get("api_key"), environ) | _pairs("header", "=", given)
+    if not all(text.isascii() and text.isprintable() for text in (*headers, *headers.values())):
+        raise UsageError("--header must be printable ASCII")
+    return headers
 
 
 def _admin_headers(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -231,13 +234,7 @@ def _admin_headers(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict
         if "admin_api_key" in given:
             raise UsageError("--admin-api-key is for --reset-prefix-cache: give both")
         return None
-    return _printable("--admin-api-key", key_headers(given.get("admin_api_key"), environ, ADMIN_KEY_VARIABLES[0]))
-
-
-def _printable(flags: str, headers: dict[str, str]) -> dict[str, str]:
-    if not all(text.isascii() and text.isprintable() for text in (*headers, *headers.values())):
-        raise UsageError(f"{flags} must be printable ASCII")
-    return headers
+    return key_headers(given.get("admin_api_key"), environ, ADMIN_KEY_VARIABLES[0])
 
 
 def _loads(given: Mapping[str, Any]) -> tuple[Load, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import urlsplit
 
 from halfbyte.config import EngineOptions, ServerConfig
 from halfbyte.entrypoints.batch import LineReader, lines
@@ -81,7 +82,12 @@ def _check_output(name: str) -> None:
 
 
 def _check_url(name: str) -> None:
-    if not re.match(r"https?://[^/]", name):
+    try:
+        parts = urlsplit(name)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known or not name.isprintable():
         raise UserError(f"--url: {name!r} must be http:// or https:// and a host", param="url")
 
 

@@ -303,6 +303,9 @@ def test_the_input_is_never_the_output(starts: list[Any], tmp_path: Path, capsys
             ["-i", "-", "-o", "-", "--output-tmp-dir", "x"],
             "--output-tmp-dir is not supported yet: answers that are not whole yet are in",
         ),
+        (["-i", "-", "-o", "-", "--url", "http://[::1"], "--url: 'http://[::1' must be http:// or https:// and a host"),
+        (["-i", "-", "-o", "-", "--url", "http://a:99999"], "--url: 'http://a:99999' must be http:// or https:// and a host"),
+        (["-i", "-", "-o", "-", "--url", "http://a", "--api-key", "\u00e9"], "a server's key must be printable ASCII"),
         (["-i", "-", "-o", "-", "--api-key", "k"], "--api-key is for --url: nothing listens here"),
         (["-i", "-", "-o", "-", "--url", "localhost:8000"], "--url: 'localhost:8000' must be http:// or https:// and a host"),
         (
