@@ -30,6 +30,9 @@ from halfbyte.entrypoints.openai.protocol import (
 )
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from halfbyte.entrypoints.responses import handlers as responses
+from halfbyte.entrypoints.responses import wire as responses_wire
+from halfbyte.entrypoints.responses.protocol import ResponsesRequest
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
@@ -42,6 +45,7 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
     """Every route of the server, bound to one engine."""
     routes = RouteTable(app, frontend)
     _add_inference(routes)
+    _add_responses(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
         for route in admin.ROUTES:
@@ -64,6 +68,14 @@ def _add_inference(routes: RouteTable) -> None:
     post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
     text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
     post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+
+
+def _add_responses(routes: RouteTable) -> None:
+    path, whole, events = "/v1/responses", responses_wire.Response, responses_wire.EVENTS
+    made = Answers("Answer items with items", whole, events=events, errors=GENERATING)
+    routes.post(path, "resp_", ResponsesRequest, responses.create, made)
+    for method, name, handler, told in responses.KEPT:
+        routes.kept(method, path + name, handler, told)
 
 
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
@@ -104,6 +116,16 @@ class RouteTable:
         for method in methods:
             self._add(endpoint, Operation(method, path, None, answers))
 
+    def kept(
+        self, method: str, path: str, handler: Callable[[Frontend, Request], Awaitable[Response]], answers: Answers
+    ) -> None:
+        """What is kept of earlier calls: nothing is generated."""
+
+        async def endpoint(request: Request) -> Response:
+            return await handler(self._frontend, request)
+
+        self._add(endpoint, Operation(method, path, None, answers))
+
     def admin(self, route: admin.Route) -> None:
         """A route of operators."""
 
@@ -136,6 +158,8 @@ async def answer(
     except BaseException:
         call.end(gone=True)
         raise
+    if call.detached:
+        return response
     if client.gone:
         call.end(gone=True)
         return Response(status_code=CLIENT_CLOSED)
