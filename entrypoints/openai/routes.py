@@ -31,6 +31,7 @@ from halfbyte.entrypoints.openai.protocol import (
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from halfbyte.entrypoints.responses import handlers as responses
+from halfbyte.entrypoints.responses import kept
 from halfbyte.entrypoints.responses import wire as responses_wire
 from halfbyte.entrypoints.responses.protocol import ResponsesRequest
 
@@ -71,11 +72,10 @@ def _add_inference(routes: RouteTable) -> None:
 
 
 def _add_responses(routes: RouteTable) -> None:
-    path, whole, events = "/v1/responses", responses_wire.Response, responses_wire.EVENTS
-    made = Answers("Answer items with items", whole, events=events, errors=GENERATING)
-    routes.post(path, "resp_", ResponsesRequest, responses.create, made)
-    for method, name, handler, told in responses.KEPT:
-        routes.kept(method, path + name, handler, told)
+    made = Answers("Answer items with items", responses_wire.Response, events=responses_wire.EVENTS, errors=GENERATING)
+    routes.post(kept.PATH, "resp_", ResponsesRequest, responses.create, made)
+    for route in kept.ROUTES:
+        routes.kept(route)
 
 
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
@@ -116,15 +116,13 @@ class RouteTable:
         for method in methods:
             self._add(endpoint, Operation(method, path, None, answers))
 
-    def kept(
-        self, method: str, path: str, handler: Callable[[Frontend, Request], Awaitable[Response]], answers: Answers
-    ) -> None:
-        """What is kept of earlier calls: nothing is generated."""
+    def kept(self, route: kept.Route) -> None:
+        """A route about what is kept of earlier calls: nothing is generated."""
 
         async def endpoint(request: Request) -> Response:
-            return await handler(self._frontend, request)
+            return await route.handler(self._frontend, request)
 
-        self._add(endpoint, Operation(method, path, None, answers))
+        self._add(endpoint, Operation(route.method, route.path, None, route.answers))
 
     def admin(self, route: admin.Route) -> None:
         """A route of operators."""

@@ -1,7 +1,7 @@
-"""The routes of responses: one is made (whole, streamed, in the background), read again, continued, cancelled, deleted.
+"""POST /v1/responses: a response is made, and told whole, in a stream, or in the background.
 
 Generation is the chat's: a request is put into its words (`asking`), its events are told as items (`writer`). What is kept, and
-for whom, is the store's to say.
+for whom, is the store's to say; what can be done with it later is `kept`'s.
 """
 
 from __future__ import annotations
@@ -12,36 +12,30 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from halfbyte.entrypoints.decisions.results import InputTokensDetails, OutputTokensDetails
 from halfbyte.entrypoints.openai.choices import Tally
 from halfbyte.entrypoints.openai.conversation import Conversation, begin, read_answer
 from halfbyte.entrypoints.openai.errors import ApiError
-from halfbyte.entrypoints.openai.frontend import Call, Frontend, owner_of
+from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.logprobs import TokenNames
 from halfbyte.entrypoints.openai.streaming import Closeable, EventStream
 from halfbyte.entrypoints.openai.wire import to_json
 from halfbyte.entrypoints.responses.asking import chat_request, fit, own_words, refuse_foreign
 from halfbyte.entrypoints.responses.items import ItemIds, read_input, to_messages
+from halfbyte.entrypoints.responses.kept import stream_of
 from halfbyte.entrypoints.responses.protocol import LOGPROBS, ResponsesRequest
-from halfbyte.entrypoints.responses.query import Query
 from halfbyte.entrypoints.responses.store import Entry, ResponseStore
 from halfbyte.entrypoints.responses.token_trail import TokenTrail
 from halfbyte.entrypoints.responses.wire import (
-    Deleted,
-    InputTokensDetails,
-    ItemList,
-    OutputTokensDetails,
     Response,
+    ResponseUsage,
     StreamEvent,
-    Usage,
     encode,
 )
 from halfbyte.entrypoints.responses.writer import ResponseWriter
 from halfbyte.errors import UserError
-
-MAX_LISTED, LISTED = 100, 20
 
 
 async def create(frontend: Frontend, call: Call, request: ResponsesRequest) -> HttpResponse:
@@ -150,11 +144,11 @@ class Answering:
                     told += self.writer.finish(delta.finish_reason, self._usage())
                 yield told
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> ResponseUsage:
         call, cached = self._call, self._tally.num_cached_tokens
         info = self._frontend.engine.info
         full = call.num_prompt_tokens // info.block_size * info.block_size if info.enable_prefix_caching else 0
-        return Usage(
+        return ResponseUsage(
             input_tokens=call.num_prompt_tokens,
             input_tokens_details=InputTokensDetails(cached, max(0, full - cached)),
             output_tokens=call.num_completion_tokens,
@@ -201,7 +195,7 @@ class Answering:
         frontend.responses.open(entry)
         self._call.detached = True
         self._record(self.writer.queue())
-        answer = _stream(frontend, entry, 0) if streams else to_json(self.writer.response)
+        answer = stream_of(frontend, entry, 0) if streams else to_json(self.writer.response)
         entry.task = asyncio.create_task(self._run())
         return answer
 
@@ -225,69 +219,3 @@ class Answering:
         else:
             self._call.end()
         self._keep()
-
-
-def _stream(frontend: Frontend, entry: Entry, start: int) -> EventStream:
-    """What a response in the background tells from event `start` on. A client may leave and come back."""
-
-    def end(error: Exception | None, gone: bool) -> ApiError | None:
-        return None if error is None else frontend.explain(error)
-
-    return EventStream(entry.follow(start), end, frontend.config.sse_keep_alive_interval_s, lambda _: b"")
-
-
-async def retrieve(frontend: Frontend, request: Request) -> HttpResponse:
-    query = Query(request)
-    streams, start = query.flag("stream"), query.number("starting_after", 0, 2**31)
-    entry = _find(frontend, request)
-    if start is not None and not streams:
-        raise UserError("starting_after needs stream=true", param="starting_after")
-    if not streams:
-        return HttpResponse(entry.body, media_type="application/json")
-    if not entry.background:
-        raise UserError("only the stream of a response with background=true can be read again", param="stream")
-    return _stream(frontend, entry, 0 if start is None else start + 1)
-
-
-async def delete(frontend: Frontend, request: Request) -> HttpResponse:
-    """Forget a response; one in progress ends."""
-    entry = _find(frontend, request)
-    await _stop(entry)
-    frontend.responses.remove(entry)
-    return to_json(Deleted(entry.id))
-
-
-async def cancel(frontend: Frontend, request: Request) -> HttpResponse:
-    """End a response in the background. One that is done already stays as it is."""
-    entry = _find(frontend, request)
-    if not entry.background:
-        raise UserError("only a response with background=true can be cancelled", param="response_id")
-    await _stop(entry)
-    return HttpResponse(entry.body, media_type="application/json")
-
-
-async def input_items(frontend: Frontend, request: Request) -> HttpResponse:
-    """The items that a request brought, the last one first unless asked otherwise."""
-    query = Query(request)
-    limit, order = query.number("limit", 1, MAX_LISTED) or LISTED, query.choice("order", ("desc", "asc"))
-    items, _, _ = _find(frontend, request).all_items()
-    if order == "desc":
-        items.reverse()
-    if (after := query.text("after")) is not None:
-        places = [index for index, item in enumerate(items) if item.id == after]
-        if not places:
-            raise UserError(f"after: this response has no input item {after[:80]!r}", param="after")
-        items = items[places[0] + 1 :]
-    shown = items[:limit]
-    first, last = (shown[0].id, shown[-1].id) if shown else ("", "")
-    return to_json(ItemList(data=shown, first_id=first, last_id=last, has_more=len(items) > limit))
-
-
-def _find(frontend: Frontend, request: Request) -> Entry:
-    return frontend.responses.find(owner_of(request.scope), request.path_params["response_id"], "response_id")
-
-
-async def _stop(entry: Entry) -> None:
-    if (task := entry.task) is not None:
-        task.cancel()
-        await asyncio.wait([task])

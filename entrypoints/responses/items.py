@@ -13,13 +13,13 @@ from typing import Any
 from halfbyte.entrypoints.chat_messages import TEXT_PARTS
 from halfbyte.entrypoints.chat_roles import INSTRUCTING
 from halfbyte.entrypoints.responses.wire import (
-    FunctionCall,
-    FunctionCallOutput,
+    FunctionCallItem,
+    FunctionCallOutputItem,
     InputText,
     Item,
-    Message,
+    MessageItem,
     OutputText,
-    Reasoning,
+    ReasoningItem,
     ReasoningText,
     SummaryText,
 )
@@ -27,7 +27,7 @@ from halfbyte.errors import UserError
 
 ROLES = ("user", "assistant", "system", "developer")
 KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-PREFIXES = {Message: "msg", FunctionCall: "fc", FunctionCallOutput: "fco", Reasoning: "rs"}
+PREFIXES = {MessageItem: "msg", FunctionCallItem: "fc", FunctionCallOutputItem: "fco", ReasoningItem: "rs"}
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _OWN_ID = re.compile(r"(?:msg|fc|fco|rs)_([0-9a-f]{32})[0-9a-f]{4,}")
 
@@ -55,7 +55,7 @@ def response_of(item_id: str) -> str | None:
 def read_input(given: str | Sequence[Mapping[str, Any]], ids: ItemIds, find: Callable[[str], Item]) -> list[Item]:
     """The items of a request's `input`; a text is one message of the user."""
     if isinstance(given, str):
-        return [Message(id=ids.new(Message), role="user", content=[InputText(given)])]
+        return [MessageItem(id=ids.new(MessageItem), role="user", content=[InputText(given)])]
     return [_read_item(item, f"input[{index}]", ids, find) for index, item in enumerate(given)]
 
 
@@ -70,16 +70,16 @@ def _read_item(given: Mapping[str, Any], place: str, ids: ItemIds, find: Callabl
                 raise _wrong(f"{place}.role must be one of {', '.join(ROLES)}, got {_short(role)}")
             make = OutputText if role == "assistant" else InputText
             content = [make(text) for text in _texts(given.get("content"), f"{place}.content")]
-            return Message(id=_id(given, place, ids, Message), role=role, content=content)
+            return MessageItem(id=_id(given, place, ids, MessageItem), role=role, content=content)
         case "function_call":
             call_id, name, arguments = (_text(given, field, place) for field in ("call_id", "name", "arguments"))
-            return FunctionCall(id=_id(given, place, ids, FunctionCall), call_id=call_id, name=name, arguments=arguments)
+            return FunctionCallItem(id=_id(given, place, ids, FunctionCallItem), call_id=call_id, name=name, arguments=arguments)
         case "function_call_output":
             output = given.get("output")
             if not isinstance(output, str):
                 output = [InputText(text) for text in _texts(output, f"{place}.output")]
             call_id = _text(given, "call_id", place)
-            return FunctionCallOutput(id=_id(given, place, ids, FunctionCallOutput), call_id=call_id, output=output)
+            return FunctionCallOutputItem(id=_id(given, place, ids, FunctionCallOutputItem), call_id=call_id, output=output)
         case "reasoning":
             return _read_reasoning(given, place, ids)
         case "item_reference":
@@ -87,13 +87,13 @@ def _read_item(given: Mapping[str, Any], place: str, ids: ItemIds, find: Callabl
     raise _wrong(f"{place} has type {_short(kind)}; this server takes {', '.join(KINDS)}")
 
 
-def _read_reasoning(given: Mapping[str, Any], place: str, ids: ItemIds) -> Reasoning:
+def _read_reasoning(given: Mapping[str, Any], place: str, ids: ItemIds) -> ReasoningItem:
     content = _texts(given.get("content"), f"{place}.content", ("reasoning_text",))
     summary = _texts(given.get("summary"), f"{place}.summary", ("summary_text",))
     if given.get("encrypted_content") and not content:
         raise _wrong(f"{place}.encrypted_content was made elsewhere and cannot be read here; send the thoughts as content")
-    return Reasoning(
-        id=_id(given, place, ids, Reasoning),
+    return ReasoningItem(
+        id=_id(given, place, ids, ReasoningItem),
         content=[ReasoningText(text) for text in content],
         summary=[SummaryText(text) for text in summary],
     )
@@ -150,16 +150,16 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMes
     turn: ChatMessage | None = None
     names: dict[str, str] = {}
     for item in items:
-        if isinstance(item, (Reasoning, FunctionCall)) or (isinstance(item, Message) and item.role == "assistant"):
+        if isinstance(item, (ReasoningItem, FunctionCallItem)) or (isinstance(item, MessageItem) and item.role == "assistant"):
             if turn is None:
                 turn = {"role": "assistant", "content": []}
                 messages.append(turn)
             _grow(turn, item)
-            if isinstance(item, FunctionCall):
+            if isinstance(item, FunctionCallItem):
                 names[item.call_id] = item.name
             continue
         turn = None
-        if isinstance(item, Message):
+        if isinstance(item, MessageItem):
             messages.append({"role": item.role, "content": _parts(item.content)})
             continue
         name = names.get(item.call_id)
@@ -172,15 +172,15 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMes
     return messages
 
 
-def _grow(turn: ChatMessage, item: Message | Reasoning | FunctionCall) -> None:
+def _grow(turn: ChatMessage, item: MessageItem | ReasoningItem | FunctionCallItem) -> None:
     """Add what the assistant did next."""
     match item:
-        case Message():
+        case MessageItem():
             turn["content"] += _parts(item.content)
-        case Reasoning():
+        case ReasoningItem():
             thoughts = [part.text for part in item.content or item.summary]
             turn["reasoning"] = "\n".join([*([turn["reasoning"]] if "reasoning" in turn else ()), *thoughts])
-        case FunctionCall():
+        case FunctionCallItem():
             function = {"name": item.name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 

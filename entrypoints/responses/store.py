@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from halfbyte.entrypoints.responses.items import response_of
-from halfbyte.entrypoints.responses.wire import FunctionCall, Item, OutputItem, Response
+from halfbyte.entrypoints.responses.wire import FunctionCallItem, Item, OutputItem, Response
 from halfbyte.errors import NotFoundError, OverloadedError, UserError
 
 MAX_RESPONSES = 16_384
@@ -170,7 +170,7 @@ class ResponseStore:
                     f"response {following!r} is {status}; only one that is completed or incomplete can be continued",
                     param="previous_response_id",
                 )
-            turns.append([*given, *(i for i in output if not isinstance(i, FunctionCall) or i.status == "completed")])
+            turns.append([*given, *(i for i in output if not isinstance(i, FunctionCallItem) or i.status == "completed")])
             following = entry.previous
         return [item for turn in reversed(turns) for item in turn]
 

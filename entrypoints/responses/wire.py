@@ -6,10 +6,11 @@ Items are read back from the store as what they are here. Plain data: made by `i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
+from halfbyte.entrypoints.decisions.results import InputTokensDetails, OutputTokensDetails
 from halfbyte.entrypoints.openai.wire import TokenLogprob, to_event
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -34,7 +35,7 @@ class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text"):
     text: str
 
 
-class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     """content: InputText, of an assistant OutputText."""
 
     id: str
@@ -43,7 +44,7 @@ class Message(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     content: list[InputText | OutputText]
 
 
-class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True):
     id: str
     status: ItemStatus = "completed"
     summary: list[SummaryText] = []
@@ -51,7 +52,7 @@ class Reasoning(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True)
     encrypted_content: None = None
 
 
-class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
     """arguments: JSON text."""
 
     id: str
@@ -61,30 +62,21 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call", kw_onl
     arguments: str
 
 
-class FunctionCallOutput(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True):
+class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True):
     id: str
     status: ItemStatus = "completed"
     call_id: str
     output: str | list[InputText]
 
 
-Item = Message | Reasoning | FunctionCall | FunctionCallOutput
-OutputItem = Message | Reasoning | FunctionCall
+Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 Part = OutputText | ReasoningText
 
 
-class InputTokensDetails(msgspec.Struct):
-    """cache_write_tokens: of the prompt's full blocks, those that were not in the prefix cache."""
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """cache_write_tokens of the input: of its full blocks, what was not in the prefix cache."""
 
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int
-
-
-class Usage(msgspec.Struct, kw_only=True):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -93,11 +85,11 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct):
-    reason: str
+    reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct):
-    code: str
+    code: Literal["server_error"]
     message: str
 
 
@@ -105,7 +97,7 @@ class Response(msgspec.Struct, kw_only=True):
     """What was asked is said again, with the values that hold."""
 
     id: str
-    object: str = "response"
+    object: Literal["response"] = "response"
     created_at: int
     status: Status
     background: bool
@@ -122,7 +114,7 @@ class Response(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None
     reasoning: Mapping[str, str | None]
     safety_identifier: str | None
-    service_tier: str = "default"
+    service_tier: Literal["default"] = "default"
     temperature: float
     text: Mapping[str, Any]
     tool_choice: str | Mapping[str, Any]
@@ -130,56 +122,73 @@ class Response(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     truncation: str
-    usage: Usage | None = None
+    usage: ResponseUsage | None = None
     user: str | None
 
 
-class ItemList(msgspec.Struct, kw_only=True):
-    object: str = "list"
+class InputItemList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
     data: list[Item]
     first_id: str
     last_id: str
     has_more: bool
 
 
-class Deleted(msgspec.Struct):
+class DeletedResponse(msgspec.Struct):
     id: str
-    object: str = "response"
+    object: Literal["response"] = "response"
     deleted: bool = True
 
 
-class ToldAlternative(msgspec.Struct):
+class EventAlternative(msgspec.Struct):
     token: str
     logprob: float
 
 
-class ToldLogprob(msgspec.Struct):
+class EventLogprob(msgspec.Struct):
     """A token's log probability as events tell it: without bytes, which the item has in the end."""
 
     token: str
     logprob: float
-    top_logprobs: list[ToldAlternative]
+    top_logprobs: list[EventAlternative]
 
     @classmethod
-    def of(cls, token: TokenLogprob) -> ToldLogprob:
-        return cls(token.token, token.logprob, [ToldAlternative(other.token, other.logprob) for other in token.top_logprobs])
+    def of(cls, token: TokenLogprob) -> EventLogprob:
+        return cls(token.token, token.logprob, [EventAlternative(other.token, other.logprob) for other in token.top_logprobs])
+
+
+StateName = Literal[
+    "response.created",
+    "response.queued",
+    "response.in_progress",
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+]
+# The last event of a response by its status; no event is called cancelled.
+LAST_EVENT: dict[Status, StateName] = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
 
 
 class StateEvent(msgspec.Struct):
-    type: str
+    type: StateName
     sequence_number: int
     response: Response
 
 
-class ItemEvent(msgspec.Struct):
-    type: str
+class OutputItemEvent(msgspec.Struct):
+    type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
     output_index: int
     item: OutputItem
 
 
-class PartEvent(msgspec.Struct):
-    type: str
+class ContentPartEvent(msgspec.Struct):
+    type: Literal["response.content_part.added", "response.content_part.done"]
     sequence_number: int
     item_id: str
     output_index: int
@@ -187,28 +196,25 @@ class PartEvent(msgspec.Struct):
     part: Part
 
 
-class TextDelta(msgspec.Struct):
-    type: str
+class OutputTextDelta(msgspec.Struct, tag_field="type", tag="response.output_text.delta"):
     sequence_number: int
     item_id: str
     output_index: int
     content_index: int
     delta: str
-    logprobs: list[ToldLogprob]
+    logprobs: list[EventLogprob]
 
 
-class TextDone(msgspec.Struct):
-    type: str
+class OutputTextDone(msgspec.Struct, tag_field="type", tag="response.output_text.done"):
     sequence_number: int
     item_id: str
     output_index: int
     content_index: int
     text: str
-    logprobs: list[ToldLogprob]
+    logprobs: list[EventLogprob]
 
 
-class ThoughtDelta(msgspec.Struct):
-    type: str
+class ReasoningTextDelta(msgspec.Struct, tag_field="type", tag="response.reasoning_text.delta"):
     sequence_number: int
     item_id: str
     output_index: int
@@ -216,8 +222,7 @@ class ThoughtDelta(msgspec.Struct):
     delta: str
 
 
-class ThoughtDone(msgspec.Struct):
-    type: str
+class ReasoningTextDone(msgspec.Struct, tag_field="type", tag="response.reasoning_text.done"):
     sequence_number: int
     item_id: str
     output_index: int
@@ -225,16 +230,14 @@ class ThoughtDone(msgspec.Struct):
     text: str
 
 
-class ArgumentsDelta(msgspec.Struct):
-    type: str
+class CallArgumentsDelta(msgspec.Struct, tag_field="type", tag="response.function_call_arguments.delta"):
     sequence_number: int
     item_id: str
     output_index: int
     delta: str
 
 
-class ArgumentsDone(msgspec.Struct):
-    type: str
+class CallArgumentsDone(msgspec.Struct, tag_field="type", tag="response.function_call_arguments.done"):
     sequence_number: int
     item_id: str
     output_index: int
@@ -242,8 +245,7 @@ class ArgumentsDone(msgspec.Struct):
     arguments: str
 
 
-class ErrorEvent(msgspec.Struct):
-    type: str
+class FailureEvent(msgspec.Struct, tag_field="type", tag="error"):
     sequence_number: int
     code: str
     message: str
@@ -252,17 +254,21 @@ class ErrorEvent(msgspec.Struct):
 
 StreamEvent = (
     StateEvent
-    | ItemEvent
-    | PartEvent
-    | TextDelta
-    | TextDone
-    | ThoughtDelta
-    | ThoughtDone
-    | ArgumentsDelta
-    | ArgumentsDone
-    | ErrorEvent
+    | OutputItemEvent
+    | ContentPartEvent
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | CallArgumentsDelta
+    | CallArgumentsDone
+    | FailureEvent
 )
+EVENTS: tuple[type, ...] = get_args(StreamEvent)
 
 
 def encode(event: StreamEvent) -> bytes:
-    return to_event(event, event.type)
+    """As a stream has it, under the event's own name."""
+    if isinstance(event, StateEvent | OutputItemEvent | ContentPartEvent):
+        return to_event(event, event.type)
+    return to_event(event, str(event.__struct_config__.tag))

@@ -8,41 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from halfbyte.engine.output_processor import SequenceDelta
-from halfbyte.entrypoints.answers.events import CallArguments, CallStart, Content, Event
-from halfbyte.entrypoints.answers.events import Reasoning as Thought
+from halfbyte.entrypoints.answers.events import CallArguments, CallStart, Content, Event, Reasoning
 from halfbyte.entrypoints.openai.errors import ApiError
 from halfbyte.entrypoints.openai.wire import TokenLogprob
 from halfbyte.entrypoints.responses.items import ItemIds
 from halfbyte.entrypoints.responses.token_trail import TokenTrail
 from halfbyte.entrypoints.responses.wire import (
-    ArgumentsDelta,
-    ArgumentsDone,
-    ErrorEvent,
-    FunctionCall,
+    LAST_EVENT,
+    CallArgumentsDelta,
+    CallArgumentsDone,
+    ContentPartEvent,
+    EventLogprob,
+    FailureEvent,
+    FunctionCallItem,
     IncompleteDetails,
-    ItemEvent,
     ItemStatus,
-    Message,
+    MessageItem,
     OutputItem,
+    OutputItemEvent,
     OutputText,
-    PartEvent,
-    Reasoning,
+    OutputTextDelta,
+    OutputTextDone,
+    Part,
+    ReasoningItem,
     ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
     Response,
     ResponseError,
+    ResponseUsage,
     StateEvent,
+    StateName,
     Status,
     StreamEvent,
-    TextDelta,
-    TextDone,
-    ThoughtDelta,
-    ThoughtDone,
-    ToldLogprob,
-    Usage,
 )
 from halfbyte.entrypoints.scrub import scrub
 
@@ -97,7 +100,7 @@ class ResponseWriter:
             match event:
                 case Content():
                     told += self._content(event.text)
-                case Thought():
+                case Reasoning():
                     told += self._thought(event.text)
                 case CallStart():
                     told += self._close("completed")
@@ -106,7 +109,7 @@ class ResponseWriter:
                     told += self._arguments(event.text)
         return told
 
-    def finish(self, finish_reason: str | None, usage: Usage) -> list[StreamEvent]:
+    def finish(self, finish_reason: str | None, usage: ResponseUsage) -> list[StreamEvent]:
         """The answer is over: told whole, or cut by its length."""
         was_cut = finish_reason == "length"
         status: ItemStatus = "incomplete" if was_cut else "completed"
@@ -117,19 +120,19 @@ class ResponseWriter:
             self.response.incomplete_details = IncompleteDetails("max_output_tokens")
         return [*told, self._end("incomplete" if was_cut else "completed", usage)]
 
-    def cancel(self, usage: Usage) -> list[StreamEvent]:
+    def cancel(self, usage: ResponseUsage) -> list[StreamEvent]:
         return [*self.begin(), *self._close("incomplete"), self._end("cancelled", usage)]
 
-    def fail(self, problem: ApiError, usage: Usage | None = None) -> list[StreamEvent]:
+    def fail(self, problem: ApiError, usage: ResponseUsage | None = None) -> list[StreamEvent]:
         told = [*self.begin(), *self._close("incomplete")]
         message = scrub(problem.message)
         self.response.error = ResponseError("server_error", message)
-        told.append(ErrorEvent("error", self._next(), "server_error", message, problem.param))
+        told.append(FailureEvent(self._next(), "server_error", message, problem.param))
         return [*told, self._end("failed", usage)]
 
     def _content(self, text: str) -> list[StreamEvent]:
         told: list[StreamEvent] = []
-        if self._open is None or not isinstance(self._open.item, Message):
+        if self._open is None or not isinstance(self._open.item, MessageItem):
             text = self._blank + text
             if not text.strip():
                 self._blank = text
@@ -138,8 +141,8 @@ class ResponseWriter:
         return [*told, *self._grow_message(text)]
 
     def _begin_message(self) -> list[StreamEvent]:
-        self._open = _Growing(Message(id=self._ids.new(Message), status="in_progress", role="assistant", content=[]))
-        return [self._item("added"), self._part("added", OutputText(""))]
+        self._open = _Growing(MessageItem(id=self._ids.new(MessageItem), status="in_progress", role="assistant", content=[]))
+        return [self._item("response.output_item.added"), self._part("response.content_part.added", OutputText(""))]
 
     def _grow_message(self, text: str) -> list[StreamEvent]:
         self._blank = ""
@@ -149,36 +152,36 @@ class ResponseWriter:
         logprobs = [] if self._trail is None else self._trail.take(text)
         growing.texts.append(text)
         growing.logprobs += logprobs
-        told = [ToldLogprob.of(token) for token in logprobs]
-        return [TextDelta("response.output_text.delta", self._next(), growing.item.id, self._index, 0, text, told)]
+        told = [EventLogprob.of(token) for token in logprobs]
+        return [OutputTextDelta(self._next(), growing.item.id, self._index, 0, text, told)]
 
     def _thought(self, text: str) -> list[StreamEvent]:
         if self._trail is not None:
             self._trail.take(text)
         told: list[StreamEvent] = []
-        if self._open is None or not isinstance(self._open.item, Reasoning):
+        if self._open is None or not isinstance(self._open.item, ReasoningItem):
             told = self._close("completed")
-            self._open = _Growing(Reasoning(id=self._ids.new(Reasoning), status="in_progress"))
-            told += [self._item("added"), self._part("added", ReasoningText(""))]
+            self._open = _Growing(ReasoningItem(id=self._ids.new(ReasoningItem), status="in_progress"))
+            told += [self._item("response.output_item.added"), self._part("response.content_part.added", ReasoningText(""))]
         growing = self._growing
         growing.texts.append(text)
-        told.append(ThoughtDelta("response.reasoning_text.delta", self._next(), growing.item.id, self._index, 0, text))
+        told.append(ReasoningTextDelta(self._next(), growing.item.id, self._index, 0, text))
         return told
 
     def _begin_call(self, event: CallStart) -> list[StreamEvent]:
         self._blank = ""
-        call = FunctionCall(
-            id=self._ids.new(FunctionCall), status="in_progress", call_id=event.call_id or "", name=event.name, arguments=""
+        call = FunctionCallItem(
+            id=self._ids.new(FunctionCallItem), status="in_progress", call_id=event.call_id or "", name=event.name, arguments=""
         )
         self._open = _Growing(call)
-        return [self._item("added")]
+        return [self._item("response.output_item.added")]
 
     def _arguments(self, text: str) -> list[StreamEvent]:
         if self._trail is not None:
             self._trail.take(text)
         growing = self._growing
         growing.texts.append(text)
-        return [ArgumentsDelta("response.function_call_arguments.delta", self._next(), growing.item.id, self._index, text)]
+        return [CallArgumentsDelta(self._next(), growing.item.id, self._index, text)]
 
     def _close(self, status: ItemStatus) -> list[StreamEvent]:
         """The open item is done, if there is one."""
@@ -188,30 +191,29 @@ class ResponseWriter:
         text, index, item_id = "".join(growing.texts), self._index, growing.item.id
         told: list[StreamEvent] = []
         match growing.item:
-            case Message():
+            case MessageItem():
                 part = OutputText(text, logprobs=growing.logprobs)
-                logprobs = [ToldLogprob.of(token) for token in growing.logprobs]
-                told.append(TextDone("response.output_text.done", self._next(), item_id, index, 0, text, logprobs))
-                told.append(self._part("done", part))
+                logprobs = [EventLogprob.of(token) for token in growing.logprobs]
+                told.append(OutputTextDone(self._next(), item_id, index, 0, text, logprobs))
+                told.append(self._part("response.content_part.done", part))
                 done: OutputItem = msgspec.structs.replace(growing.item, status=status, content=[part])
-            case Reasoning():
+            case ReasoningItem():
                 thought = ReasoningText(text)
-                told.append(ThoughtDone("response.reasoning_text.done", self._next(), item_id, index, 0, text))
-                told.append(self._part("done", thought))
+                told.append(ReasoningTextDone(self._next(), item_id, index, 0, text))
+                told.append(self._part("response.content_part.done", thought))
                 done = msgspec.structs.replace(growing.item, status=status, content=[thought])
-            case FunctionCall():
-                name, kind = growing.item.name, "response.function_call_arguments.done"
-                told.append(ArgumentsDone(kind, self._next(), item_id, index, name, text))
+            case FunctionCallItem():
+                told.append(CallArgumentsDone(self._next(), item_id, index, growing.item.name, text))
                 done = msgspec.structs.replace(growing.item, status=status, arguments=text)
         growing.item = done
-        told.append(self._item("done"))
+        told.append(self._item("response.output_item.done"))
         self.response.output.append(done)
         self._open = None
         return told
 
-    def _end(self, status: Status, usage: Usage | None) -> StateEvent:
+    def _end(self, status: Status, usage: ResponseUsage | None) -> StateEvent:
         self.response.status, self.response.usage = status, usage
-        return self._state(f"response.{'incomplete' if status == 'cancelled' else status}")  # no event is called cancelled
+        return self._state(LAST_EVENT[status])
 
     @property
     def _growing(self) -> _Growing:
@@ -227,12 +229,12 @@ class ResponseWriter:
         self._num_events += 1
         return self._num_events - 1
 
-    def _item(self, what: str) -> ItemEvent:
-        return ItemEvent(f"response.output_item.{what}", self._next(), self._index, self._growing.item)
+    def _item(self, name: Literal["response.output_item.added", "response.output_item.done"]) -> OutputItemEvent:
+        return OutputItemEvent(name, self._next(), self._index, self._growing.item)
 
-    def _part(self, what: str, part: OutputText | ReasoningText) -> PartEvent:
-        return PartEvent(f"response.content_part.{what}", self._next(), self._growing.item.id, self._index, 0, part)
+    def _part(self, name: Literal["response.content_part.added", "response.content_part.done"], part: Part) -> ContentPartEvent:
+        return ContentPartEvent(name, self._next(), self._growing.item.id, self._index, 0, part)
 
-    def _state(self, kind: str) -> StateEvent:
+    def _state(self, name: StateName) -> StateEvent:
         """A picture of now: what comes later does not change it."""
-        return StateEvent(kind, self._next(), msgspec.structs.replace(self.response, output=list(self.response.output)))
+        return StateEvent(name, self._next(), msgspec.structs.replace(self.response, output=list(self.response.output)))

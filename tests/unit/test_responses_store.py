@@ -13,8 +13,10 @@ import pytest
 from halfbyte.entrypoints.responses import store as module
 from halfbyte.entrypoints.responses.items import ItemIds, response_of
 from halfbyte.entrypoints.responses.store import ENTRY_BYTES, Entry, ResponseStore
-from halfbyte.entrypoints.responses.wire import InputText, Message, OutputText, Response
+from halfbyte.entrypoints.responses.wire import InputText, MessageItem, OutputText, Response
 from halfbyte.errors import NotFoundError, OverloadedError, UserError
+
+REQUIRED = dict.fromkeys(field.name for field in msgspec.structs.fields(Response) if field.required)
 
 
 class Clock:
@@ -24,28 +26,30 @@ class Clock:
         return self.now_s
 
 
+def response_of_id(name: str, **fields: Any) -> Response:
+    return Response(**(REQUIRED | {"id": name, "created_at": 1, "status": "completed"} | fields))
+
+
 def entry_of(previous: str | None = None, owner: bytes = b"a", text: str = "x", **fields: Any) -> Entry:
     """A response that is done, and says `text` to `text`."""
     name = f"resp_{uuid.uuid4().hex}"
     ids = ItemIds(name)
-    given = [Message(id=ids.new(Message), role="user", content=[InputText(text)])]
+    given = [MessageItem(id=ids.new(MessageItem), role="user", content=[InputText(text)])]
     entry = Entry(name, owner, previous, msgspec.json.encode(given))
-    said = Message(id=ids.new(Message), role="assistant", content=[OutputText(text)])
-    required = dict.fromkeys(field.name for field in msgspec.structs.fields(Response) if field.required)
-    words = {"id": name, "created_at": 1, "status": "completed", "model": "m", "temperature": 1.0, "top_p": 1.0, "truncation": ""}
-    entry.finish(Response(**(required | words | {"output": [said]} | fields)))
+    said = MessageItem(id=ids.new(MessageItem), role="assistant", content=[OutputText(text)])
+    entry.finish(response_of_id(name, **({"output": [said]} | fields)))
     return entry
 
 
 def test_the_least_lately_used_make_room() -> None:
-    store = ResponseStore(4 * (ENTRY_BYTES + 2000), 60, Clock())
+    store = ResponseStore(3 * (ENTRY_BYTES + 2000), 60, Clock())
     first, *others = [entry_of(text=str(i)) for i in range(3)]
     for entry in (first, *others):
         store.keep(entry)
     before = store.num_bytes
     assert before == sum(entry.num_bytes for entry in (first, *others))
     assert store.find(b"a", first.id) is first
-    big = entry_of(text="y" * 2000)
+    big = entry_of(text="y" * 1000)
     store.keep(big)
     assert store.num_bytes <= store.max_bytes
     assert store.find(b"a", first.id) is first and store.find(b"a", big.id) is big
@@ -57,7 +61,7 @@ def test_what_is_not_used_for_long_is_forgotten() -> None:
     clock = Clock()
     store = ResponseStore(10**6, 60, clock)
     old, used = entry_of(), entry_of()
-    running = Entry("resp_running", b"a", None, b"[]", live=msgspec.json.decode(entry_of().answer, type=Response))
+    running = Entry("resp_running", b"a", None, b"[]", live=response_of_id("resp_running"))
     store.open(running)
     store.keep(old)
     store.keep(used)
@@ -85,11 +89,10 @@ def test_memory_is_flat_over_thousands_of_responses() -> None:
 
     tracemalloc.start()
     try:
-        fill(1000)
-        full = fill(500)
+        full = fill(600)
         assert 0.9 * store.max_bytes < store.num_bytes <= store.max_bytes
         assert full < 1.3 * store.max_bytes
-        assert abs(fill(3000) - full) < 0.05 * store.max_bytes
+        assert abs(fill(2400) - full) < 0.05 * store.max_bytes
     finally:
         tracemalloc.stop()
 
@@ -113,7 +116,7 @@ def test_a_conversation_is_its_turns_in_order() -> None:
     failed = entry_of(second.id, status="failed")
     for entry in (first, second, failed):
         store.keep(entry)
-    texts = [item.content[0].text for item in store.conversation(b"a", second.id) if isinstance(item, Message)]
+    texts = [item.content[0].text for item in store.conversation(b"a", second.id) if isinstance(item, MessageItem)]
     assert texts == ["1", "1", "2", "2"]
     with pytest.raises(UserError, match="failed"):
         store.conversation(b"a", failed.id)
