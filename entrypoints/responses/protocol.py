@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from halfbyte.entrypoints.openai import shapes
 from halfbyte.entrypoints.openai.protocol import (
@@ -48,12 +48,16 @@ Includable = Literal[
 ]
 
 
-class ReasoningFields(StrictModel):
+class ClosedModel(StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ReasoningFields(ClosedModel):
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFields(StrictModel):
+class TextFields(ClosedModel):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
