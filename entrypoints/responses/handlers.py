@@ -59,8 +59,8 @@ async def create(frontend: Frontend, call: Call, request: ResponsesRequest) -> H
             frontend, lambda kept: chat_request(request, kept), messages, truncate=request.truncation == "auto"
         )
         tally, generations = await begin(frontend, call, conversation)
-    answering = Answering(frontend, call, conversation, tally, generations, entry)
-    answering.writer = ResponseWriter(_response(response_id, call, request, conversation), ids, _trail(frontend, request))
+    writer = ResponseWriter(_response(response_id, call, request, conversation), ids, _trail(frontend, request))
+    answering = Answering(frontend, call, conversation, tally, generations, writer, entry)
     if request.background:
         return answering.in_background(streams=bool(request.stream))
     return answering.streamed() if request.stream else await answering.whole()
@@ -116,8 +116,6 @@ def _response(response_id: str, call: Call, request: ResponsesRequest, conversat
 class Answering:
     """One response on its way, in each of the ways in which it may be told. entry: None where it is not kept."""
 
-    writer: ResponseWriter
-
     def __init__(
         self,
         frontend: Frontend,
@@ -125,6 +123,7 @@ class Answering:
         conversation: Conversation,
         tally: Tally,
         generations: Sequence[Closeable],
+        writer: ResponseWriter,
         entry: Entry | None,
     ) -> None:
         self._frontend = frontend
@@ -132,6 +131,7 @@ class Answering:
         self._conversation = conversation
         self._tally = tally
         self._generations = generations
+        self._writer = writer
         self._entry = entry
         self._last = b""
 
@@ -139,9 +139,9 @@ class Answering:
         """What each step tells. Leaving early aborts the generation."""
         async with aclosing(read_answer(self._conversation, self._tally, self._generations)) as answer:
             async for events, delta in answer:
-                told = self.writer.read(events, delta)
+                told = self._writer.read(events, delta)
                 if delta.finish_reason is not None:
-                    told += self.writer.finish(delta.finish_reason, self._usage())
+                    told += self._writer.finish(delta.finish_reason, self._usage())
                 yield told
 
     def _usage(self) -> ResponseUsage:
@@ -158,14 +158,14 @@ class Answering:
 
     def _keep(self) -> None:
         if self._entry is not None:
-            self._entry.finish(self.writer.response)
+            self._entry.finish(self._writer.response)
             self._frontend.responses.keep(self._entry)
 
     async def whole(self) -> HttpResponse:
         async for _ in self._events():
             pass
         self._keep()
-        return to_json(self.writer.response)
+        return to_json(self._writer.response)
 
     def streamed(self) -> EventStream:
         """A failure before the first token is a status; a later one is told by events, and kept."""
@@ -176,14 +176,15 @@ class Answering:
     async def _encoded(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._events()) as steps:
             async for told in steps:
+                if self._writer.has_ended:  # clients leave as soon as they have read that
+                    self._keep()
                 if told:
                     yield b"".join(map(encode, told))
 
     def _end_stream(self, error: Exception | None, gone: bool) -> ApiError | None:
         problem = self._call.end(error, gone)
-        if problem is not None:
-            self._last = b"".join(map(encode, self.writer.fail(problem, self._usage())))
-        if not gone:
+        if problem is not None and (told := self._writer.fail(problem, self._usage())):
+            self._last = b"".join(map(encode, told))
             self._keep()
         return problem
 
@@ -191,11 +192,11 @@ class Answering:
         """Start it, whether the client stays or not. The call stays open until it is done."""
         entry, frontend = self._entry, self._frontend
         assert entry is not None, "checked before"
-        entry.live = self.writer.response
+        entry.live = self._writer.response
         frontend.responses.open(entry)
         self._call.detached = True
-        self._record(self.writer.queue())
-        answer = stream_of(frontend, entry, 0) if streams else to_json(self.writer.response)
+        self._record(self._writer.queue())
+        answer = stream_of(frontend, entry, 0) if streams else to_json(self._writer.response)
         entry.task = asyncio.create_task(self._run())
         return answer
 
@@ -210,12 +211,12 @@ class Answering:
                 async for told in steps:
                     self._record(told)
         except asyncio.CancelledError:
-            self._record(self.writer.cancel(self._usage()))
+            self._record(self._writer.cancel(self._usage()))
             self._call.end(gone=True)
         except Exception as error:
             problem = self._call.end(error)
             assert problem is not None
-            self._record(self.writer.fail(problem, self._usage()))
+            self._record(self._writer.fail(problem, self._usage()))
         else:
             self._call.end()
         self._keep()

@@ -74,6 +74,10 @@ class ResponseWriter:
         self._num_events = 0
         self._begun = False
 
+    @property
+    def has_ended(self) -> bool:
+        return self.response.status in LAST_EVENT
+
     def queue(self) -> list[StreamEvent]:
         """The response waits for its turn."""
         self._begun = True
@@ -121,9 +125,15 @@ class ResponseWriter:
         return [*told, self._end("incomplete" if was_cut else "completed", usage)]
 
     def cancel(self, usage: ResponseUsage) -> list[StreamEvent]:
+        """Nothing to tell where it has ended."""
+        if self.has_ended:
+            return []
         return [*self.begin(), *self._close("incomplete"), self._end("cancelled", usage)]
 
-    def fail(self, problem: ApiError, usage: ResponseUsage | None = None) -> list[StreamEvent]:
+    def fail(self, problem: ApiError, usage: ResponseUsage) -> list[StreamEvent]:
+        """Nothing to tell where it has ended."""
+        if self.has_ended:
+            return []
         told = [*self.begin(), *self._close("incomplete")]
         message = scrub(problem.message)
         self.response.error = ResponseError("server_error", message)
@@ -211,7 +221,7 @@ class ResponseWriter:
         self._open = None
         return told
 
-    def _end(self, status: Status, usage: ResponseUsage | None) -> StateEvent:
+    def _end(self, status: Status, usage: ResponseUsage) -> StateEvent:
         self.response.status, self.response.usage = status, usage
         return self._state(LAST_EVENT[status])
 

@@ -251,6 +251,23 @@ def test_kept_responses_are_read_listed_and_deleted(server: Server) -> None:
     assert gone.status_code == 404 and gone.json()["error"]["param"] == "previous_response_id" and made["id"] in gone.text
 
 
+def test_a_stream_is_kept_whatever_its_client_does_in_the_end(own: Server) -> None:
+    """Clients leave once they have read that it is completed; one that leaves before that has nothing kept."""
+    body = {"input": "leaving", "stream": True, "max_output_tokens": 3}
+    own.model.hold()
+    names = []
+    for steps, last in ((1, "response.output_text.delta"), (3, "response.incomplete")):
+        own.model.allow(steps)
+        with own.http.stream("POST", PATH, json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and (event := json.loads(line.removeprefix("data: ")))["type"] == "response.created":
+                    names.append(event["response"]["id"])
+                if line == f"event: {last}":
+                    break
+        own.model.wait(lambda model: model.num_live == 0)
+    assert [own.get(f"{PATH}/{name}").status_code for name in names] == [404, 200]
+
+
 def test_wrong_queries_and_ids(server: Server) -> None:
     made = server.post(PATH, {"input": "x", "max_output_tokens": 1}).json()["id"]
     for query, param in (
