@@ -53,7 +53,7 @@ async def create(frontend: Frontend, call: Call, request: ResponsesRequest) -> H
     entry = None
     if keeps:
         entry = Entry(response_id, call.owner, request.previous_response_id, msgspec.json.encode(items), bool(request.background))
-        store.check_room(entry.items)
+        store.check_room(entry)
     with own_words():
         conversation = await fit(
             frontend, lambda kept: chat_request(request, kept), messages, truncate=request.truncation == "auto"

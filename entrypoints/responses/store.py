@@ -116,19 +116,21 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._done) + len(self._running)
 
-    def check_room(self, items: bytes) -> None:
-        """UserError when this input is more than can ever be kept."""
+    def check_room(self, entry: Entry) -> None:
+        """UserError when this input is more than can ever be kept; OverloadedError when too many are in progress beside it."""
+        items = entry.items
         if len(items) + ENTRY_BYTES > self.max_bytes:
             raise UserError(
                 f"the input has {len(items)} bytes, more than --responses-store keeps ({self.max_bytes}); send store=false",
                 param="store",
             )
+        if entry.background:
+            used = sum(len(running.items) + ENTRY_BYTES for running in self._running.values())
+            if used + len(items) + ENTRY_BYTES > self.max_bytes or len(self._running) >= MAX_RESPONSES:
+                raise OverloadedError("too many background responses are in progress")
 
     def open(self, entry: Entry) -> None:
-        """Keep a response that is being made: it is neither evicted nor forgotten. OverloadedError when there are too many."""
-        used = sum(len(running.items) + ENTRY_BYTES for running in self._running.values())
-        if used + len(entry.items) + ENTRY_BYTES > self.max_bytes or len(self._running) >= MAX_RESPONSES:
-            raise OverloadedError("too many background responses are in progress")
+        """Keep a response that is being made: it is neither evicted nor forgotten."""
         self._running[entry.id] = entry
 
     def keep(self, entry: Entry) -> None:

@@ -105,8 +105,9 @@ def test_the_number_of_responses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(store) == 3
     for index in range(3):
         store.open(Entry(f"resp_{index}", b"", None, b"[]"))
+    store.check_room(Entry("resp_x", b"", None, b"[]"))
     with pytest.raises(OverloadedError):
-        store.open(Entry("resp_x", b"", None, b"[]"))
+        store.check_room(Entry("resp_x", b"", None, b"[]", background=True))
 
 
 def test_a_conversation_is_its_turns_in_order() -> None:
@@ -145,9 +146,9 @@ def test_an_item_is_found_by_its_name_alone() -> None:
 
 def test_an_input_that_can_never_be_kept_is_refused() -> None:
     store = ResponseStore(10_000, 60)
-    store.check_room(b"x" * 5000)
+    store.check_room(Entry("resp_x", b"", None, b"x" * 5000))
     with pytest.raises(UserError, match="--responses-store"):
-        store.check_room(b"x" * 10_000)
+        store.check_room(Entry("resp_x", b"", None, b"x" * 10_000))
     store.keep(entry_of(text="y" * 20_000))  # what the model said more is kept all the same, alone
     store.keep(last := entry_of(text="y" * 20_000))
     assert len(store) == 1 and store.find(b"a", last.id) is last
