@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from halfbyte.engine.tokenizer import Tokenizer
-from halfbyte.errors import UserError
+from halfbyte.errors import PromptTooLongError, UserError
 from halfbyte.types import EngineInfo, SamplingParams
 
 
@@ -41,7 +41,7 @@ class Limits:
         """Refuse a text that is too long for the context whatever its tokens are, before it is tokenised."""
         most = self.max_model_len * max_chars_per_token
         if len(text) > most:
-            raise UserError(
+            raise PromptTooLongError(
                 f"the input has {len(text)} characters; max_model_len={self.max_model_len} tokens hold at most {most}",
                 param=param,
             )
@@ -101,7 +101,7 @@ class Limits:
         self._check_length(num_prompt_tokens)
         fitting = self.max_model_len - num_prompt_tokens
         if fitting < 1:
-            raise UserError(
+            raise PromptTooLongError(
                 f"{param} must be at least 1, got 0: the prompt's {num_prompt_tokens} tokens fill"
                 f" max_model_len={self.max_model_len}; shorten the prompt",
                 param=param,
@@ -156,7 +156,7 @@ class Limits:
 
     def _check_length(self, num_prompt_tokens: int) -> None:
         if num_prompt_tokens > self.max_model_len:
-            raise UserError(
+            raise PromptTooLongError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len={self.max_model_len}; shorten the prompt",
                 param="input_tokens",
             )

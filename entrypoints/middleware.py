@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, HttpError, explain
-from halfbyte.entrypoints.openai.frontend import LABEL_KEY, request_label
+from halfbyte.entrypoints.openai.frontend import LABEL_KEY, OWNER_KEY, request_label
 
 # Probes: open to all and not counted. All else but pages needs the key, whether it exists or not.
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
@@ -82,7 +82,7 @@ class ApiKeys:
 
     keys: open all paths but the admin ones; without any these need no key. admin_keys: open the admin paths, and no others.
     pages: paths of files that are the same for everybody, open like the public ones; a browser cannot send a key for them.
-    Compares digests in constant time and tries all keys. OPTIONS passes: it reaches no handler but CORS.
+    Compares digests in constant time, tries all keys, and notes which one it was. OPTIONS passes: it reaches no handler but CORS.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class ApiKeys:
             return await self.app(scope, receive, send)
         path = route_path(scope)
         is_admin = path in self._admin_paths
-        is_open = path in self._open_paths or not (self._digests or is_admin)
-        if is_open or _has_key(scope, self._admin_digests if is_admin else self._digests):
+        if path in self._open_paths or not (self._digests or is_admin):
+            return await self.app(scope, receive, send)
+        if (digest := _known_key(scope, self._admin_digests if is_admin else self._digests)) is not None:
+            scope[OWNER_KEY] = digest
             return await self.app(scope, receive, send)
         kind = "the admin" if is_admin else "a valid API"
         message = f"{kind} key is required: send Authorization: Bearer KEY, or x-api-key: KEY"
@@ -118,14 +120,15 @@ def _digests(keys: Iterable[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys if key]
 
 
-def _has_key(scope: Scope, digests: Iterable[bytes]) -> bool:
-    """Whether the first header of either kind carries one of the keys."""
+def _known_key(scope: Scope, digests: Iterable[bytes]) -> bytes | None:
+    """The digest of the key that the first header of either kind carries; None where that is none of the keys."""
     headers = scope["headers"]
     scheme, _, bearer = next((value for name, value in headers if name == b"authorization"), b"").partition(b" ")
     given = [bearer] if scheme.lower() == b"bearer" else []
     given += [value for name, value in headers if name == b"x-api-key"][:1]
     sent = [hashlib.sha256(key.strip()).digest() for key in given]
-    return any([hmac.compare_digest(digest, known) for digest in sent for known in digests])
+    found = [digest for digest in sent for known in digests if hmac.compare_digest(digest, known)]
+    return found[0] if found else None
 
 
 class AllowedHosts:
@@ -168,7 +171,8 @@ class CountRequests:
         try:
             await self.app(scope, receive, send_noted)
         finally:
-            handler = path if path in self._paths else NO_ROUTE
+            # a path with parameters is known by its route
+            handler = next((p for p in (path, getattr(scope.get("route"), "path", "")) if p in self._paths), NO_ROUTE)
             method = scope["method"] if scope["method"] in METHODS else "OTHER"
             self._metrics.record(handler, method, status, time.monotonic() - started_s)
 

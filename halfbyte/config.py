@@ -193,6 +193,8 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     shutdown_timeout_s: float = 0.0
     sse_keep_alive_interval_s: float = 0.0
+    responses_store_bytes: int = 64 * 1024 * 1024
+    responses_store_ttl_s: float = 3600.0
     max_body_bytes: int = 32 * 1024 * 1024
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None

@@ -2,6 +2,7 @@
 
     HalfbyteError
     ├── UserError (ValueError)      a request or an argument is wrong: `param` names it, HTTP answers 400
+    │   └── PromptTooLongError      the context cannot hold the prompt and one token more
     ├── NotFoundError               an unknown model name or route object: HTTP answers 404
     ├── OverloadedError             admission limits are reached: HTTP answers 503
     ├── UnsupportedError            a combination that this build or machine refuses; carries a Refusal
@@ -27,6 +28,10 @@ class UserError(HalfbyteError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class PromptTooLongError(UserError):
+    """The context cannot hold the prompt and one token more: a shorter one might be served."""
 
 
 class NotFoundError(HalfbyteError):

@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_origin
+from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
 from halfbyte.engine.messages import ResetPrefixCache
 from halfbyte.entrypoints.openai import standstill
-from halfbyte.entrypoints.openai.errors import HttpError, bad_request, unavailable, validation_error
+from halfbyte.entrypoints.openai.errors import bad_request, unavailable
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.entrypoints.openai.openapi import Answers
+from halfbyte.entrypoints.openai.query import Query, read_query
 from halfbyte.entrypoints.openai.standstill import Mode
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED
 from halfbyte.entrypoints.openai.wire import to_json
@@ -29,12 +29,6 @@ from halfbyte.errors import EngineDeadError
 from halfbyte.types import MemoryPart
 
 log = logging.getLogger(__name__)
-
-
-class Query(BaseModel):
-    """The parameters of a route. Lists are given by repeating the parameter."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class SleepQuery(Query):
@@ -68,9 +62,7 @@ class Route:
 
     @property
     def answers(self) -> Answers:
-        schemas = self.query.model_json_schema().get("properties", {})
-        parameters = tuple({"name": name, "in": "query", "schema": schema} for name, schema in schemas.items())
-        return Answers(self.summary, self.whole, errors=(503,), parameters=parameters)
+        return Answers(self.summary, self.whole, errors=(503,), parameters=self.query.parameters())
 
 
 class Slept(msgspec.Struct):
@@ -157,7 +149,7 @@ PATHS = frozenset(route.path for route in ROUTES)
 async def answer(frontend: Frontend, request: Request, route: Route) -> Response:
     """Run one call; it goes on when its client leaves, unless it says otherwise. Raises what is wrong with it."""
     frontend.require_alive()
-    query = _read_query(request, route.query)
+    query = read_query(request, route.query)
     try:
         if await request.body():
             raise bad_request(f"{route.path} takes its parameters in the query, and no body", "body")
@@ -170,19 +162,3 @@ async def answer(frontend: Frontend, request: Request, route: Route) -> Response
     if route.method != "GET":
         log.info("%s %s: %s", route.path, query, found)
     return to_json(found)
-
-
-def _read_query(request: Request, model: type[Query]) -> Query:
-    given: dict[str, Any] = {}
-    for name, value in request.query_params.multi_items():
-        given.setdefault(name, []).append(value)
-    for name, values in given.items():
-        field = model.model_fields.get(name)
-        if field is not None and get_origin(field.annotation) is not list and len(values) > 1:
-            raise bad_request(f"{name} is given {len(values)} times", f"query.{name}")
-        if field is None or get_origin(field.annotation) is not list:
-            given[name] = values[0]
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        raise HttpError(validation_error(error, "query")) from None

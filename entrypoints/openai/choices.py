@@ -62,11 +62,15 @@ class Tally:
         if delta.finish_reason is not None:
             self._call.finish_reasons.add(delta.finish_reason)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._cached)
+
     def usage(self) -> Usage:
         call = self._call
         details = None
         if call.frontend.config.enable_prompt_tokens_details:
-            details = PromptTokensDetails(sum(self._cached))
+            details = PromptTokensDetails(self.num_cached_tokens)
         total = call.num_prompt_tokens + call.num_completion_tokens
         thought = self.num_reasoning_tokens
         return Usage(

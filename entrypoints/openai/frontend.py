@@ -35,10 +35,12 @@ from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
 from halfbyte.entrypoints.openai.settings import StructureSettings
 from halfbyte.entrypoints.openai.streaming import Closeable
+from halfbyte.entrypoints.responses.store import ResponseStore
 from halfbyte.errors import EngineDeadError, NotFoundError
 from halfbyte.types import EngineInfo, SamplingParams, Thinking
 
 LABEL_KEY = "halfbyte.request_label"  # in the ASGI scope: the valid X-Request-Id of a request, absent without one
+OWNER_KEY = "halfbyte.owner"  # in the ASGI scope: the digest of the API key that a request came with, absent without one
 MAX_LABEL_CHARS = 128
 MAX_FOREIGN_TEMPLATES = 2  # templates of requests that run at once, each in a process of its own
 ABORT_GRACE_S = 5.0
@@ -114,15 +116,26 @@ def request_label(candidate: object) -> str | None:
     return None
 
 
+def owner_of(scope: Scope) -> bytes:
+    """Whose request this is: equal for requests with the same API key, and for all where there are no keys."""
+    owner: bytes = scope.get(OWNER_KEY, b"")
+    return owner
+
+
 @dataclass(slots=True, eq=False)
 class Call:
-    """One inference request. `end` writes its terminal line, once, whoever calls it first."""
+    """One inference request. `end` writes its terminal line, once, whoever calls it first.
+
+    detached: it goes on behind its answer, and ends itself.
+    """
 
     frontend: Frontend
     route: str
     prefix: str
     label: str
     named_by_header: bool = False
+    owner: bytes = b""
+    detached: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
@@ -191,6 +204,7 @@ class Frontend:
         self._chat_template: ChatTemplate | None = None
         if config.chat_template is not None:
             self._chat_template = ChatTemplate.for_tokenizer(engine.tokenizer, read_template(config.chat_template))
+        self.responses = ResponseStore(config.responses_store_bytes, config.responses_store_ttl_s)
         self.decider = self._make_decider(temperatures or Temperatures())
         self.started_s = time.monotonic()
         self.draining = False
@@ -211,7 +225,7 @@ class Frontend:
 
     def open_call(self, scope: Scope, prefix: str) -> Call:
         label = scope.get(LABEL_KEY)
-        call = Call(self, scope["path"], prefix, label or uuid.uuid4().hex, label is not None)
+        call = Call(self, scope["path"], prefix, label or uuid.uuid4().hex, label is not None, owner_of(scope))
         self._open.add(call)
         return call
 

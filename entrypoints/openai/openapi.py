@@ -44,7 +44,8 @@ MEANINGS = {
 class Answers:
     """What a route is for and what it answers. whole: of a 200: a msgspec Struct, str for plain text, None for nothing.
 
-    event: the data of each event, where it can stream. errors: statuses beside those of every route; where a 200 has no body,
+    event: the data of each event, where it can stream. events: the same where each tells its own type, and the last one the end.
+    errors: statuses beside those of every route; where a 200 has no body,
     they have none either. parameters: of path and query, as OpenAPI writes them.
     """
 
@@ -53,10 +54,11 @@ class Answers:
     event: type | None = None
     errors: tuple[int, ...] = ()
     parameters: tuple[Schema, ...] = ()
+    events: tuple[type, ...] = ()
 
     @property
     def types(self) -> Iterator[type]:
-        return (kind for kind in (self.whole, self.event) if kind is not None and kind is not str)
+        return (kind for kind in (self.whole, self.event, *self.events) if kind is not None and kind is not str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,9 @@ def _content(answers: Answers, names: dict[type, str]) -> Schema:
     if answers.event is not None:
         events = {"anyOf": [_ref(names[answers.event]), _ref(names[ErrorBody])]}
         content["text/event-stream"] = {"schema": events | {"description": "Of each event's data; the last event is [DONE]."}}
+    if answers.events:
+        events = {"anyOf": [_ref(names[event]) for event in answers.events]}
+        content["text/event-stream"] = {"schema": events | {"description": "Of each event's data, by its type."}}
     return {"content": content}
 
 

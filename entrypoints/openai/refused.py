@@ -41,10 +41,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(extra: Mapping[str, Any] | None) -> None:
-    """UserError naming the first field in `extra` that asks for something this server cannot do."""
+def refuse_unsupported(extra: Mapping[str, Any] | None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
+    """UserError naming the first field in `extra` that asks for something this server cannot do. neutral: a route's own table."""
     for name, value in (extra or {}).items():
-        allowed = NEUTRAL.get(name)
+        allowed = neutral.get(name)
         if allowed is not None and not any(type(value) is type(off) and value == off for off in allowed):
             spare = " or ".join(str(off).lower() if isinstance(off, bool) else repr(off) for off in allowed[1:])
             hint = f"leave it out{f' or send {spare}' if spare else ''}"

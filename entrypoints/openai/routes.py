@@ -30,6 +30,10 @@ from halfbyte.entrypoints.openai.protocol import (
 )
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from halfbyte.entrypoints.responses import handlers as responses
+from halfbyte.entrypoints.responses import kept
+from halfbyte.entrypoints.responses import wire as responses_wire
+from halfbyte.entrypoints.responses.protocol import ResponsesRequest
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
@@ -42,6 +46,7 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
     """Every route of the server, bound to one engine."""
     routes = RouteTable(app, frontend)
     _add_inference(routes)
+    _add_responses(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
         for route in admin.ROUTES:
@@ -64,6 +69,13 @@ def _add_inference(routes: RouteTable) -> None:
     post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
     text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
     post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+
+
+def _add_responses(routes: RouteTable) -> None:
+    made = Answers("Answer items with items", responses_wire.Response, events=responses_wire.EVENTS, errors=GENERATING)
+    routes.post(kept.PATH, "resp_", ResponsesRequest, responses.create, made)
+    for route in kept.ROUTES:
+        routes.kept(route)
 
 
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
@@ -104,6 +116,14 @@ class RouteTable:
         for method in methods:
             self._add(endpoint, Operation(method, path, None, answers))
 
+    def kept(self, route: kept.Route) -> None:
+        """A route about what is kept of earlier calls: nothing is generated."""
+
+        async def endpoint(request: Request) -> Response:
+            return await route.handler(self._frontend, request)
+
+        self._add(endpoint, Operation(route.method, route.path, None, route.answers))
+
     def admin(self, route: admin.Route) -> None:
         """A route of operators."""
 
@@ -136,6 +156,8 @@ async def answer(
     except BaseException:
         call.end(gone=True)
         raise
+    if call.detached:
+        return response
     if client.gone:
         call.end(gone=True)
         return Response(status_code=CLIENT_CLOSED)

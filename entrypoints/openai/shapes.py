@@ -1,4 +1,4 @@
-"""JSON schemas of the fields that the request models leave open: messages, tools, prompts, response formats.
+"""JSON schemas of the fields that the request models leave open: messages, items, tools, prompts, response formats.
 
 They show readers of /docs, and whoever generates clients or requests, what such a field looks like. Nothing is checked against
 them: what is refused, and how it is said, is the business of the code that reads the field.
@@ -78,6 +78,59 @@ STRUCTURED_OUTPUTS: Shape = {
         _object(("grammar",), grammar=_TEXT | {"minLength": 1}),
         _object(("json_object",), json_object={"const": True}),
         _object(("structural_tag",), structural_tag=_TEXT | {"minLength": 1}),
+    ]
+}
+_INPUT_TEXT = _object(("type", "text"), type={"enum": ["input_text", "output_text"]}, text=_TEXT)
+_THOUGHT = _object(("type", "text"), type={"const": "reasoning_text"}, text=_TEXT)
+INPUT_ITEM: Shape = {
+    "oneOf": [
+        _object(
+            ("role", "content"),
+            type={"const": "message"},
+            role={"enum": ["user", "assistant", "system", "developer"]},
+            content={"anyOf": [_TEXT, _list(_INPUT_TEXT)]},
+        ),
+        _object(
+            ("type", "call_id", "name", "arguments"),
+            type={"const": "function_call"},
+            call_id=_TEXT | {"minLength": 1},
+            name=_TEXT | {"minLength": 1},
+            arguments=_TEXT,
+        ),
+        _object(
+            ("type", "call_id", "output"),
+            type={"const": "function_call_output"},
+            call_id=_TEXT | {"minLength": 1},
+            output={"anyOf": [_TEXT, _list(_INPUT_TEXT)]},
+        ),
+        _object(("type",), type={"const": "reasoning"}, content=_list(_THOUGHT), summary=_list({"type": "object"})),
+        _object(("type", "id"), type={"const": "item_reference"}, id=_TEXT),
+    ]
+}
+FLAT_TOOL = _object(
+    ("type", "name"),
+    type={"const": "function"},
+    name=_TEXT | {"minLength": 1, "maxLength": 128},
+    description=_TEXT,
+    parameters=JSON_SCHEMA,
+    strict=_FLAG,
+)
+_FLAT_NAMED = _object(("type", "name"), type={"const": "function"}, name=_TEXT)
+FLAT_TOOL_CHOICE: Shape = {
+    "oneOf": [
+        _FLAT_NAMED,
+        _object(
+            ("type", "mode", "tools"),
+            type={"const": "allowed_tools"},
+            mode={"enum": ["auto", "required"]},
+            tools=_list(_FLAT_NAMED, minItems=1),
+        ),
+    ]
+}
+TEXT_FORMAT: Shape = {
+    "oneOf": [
+        _object(("type",), type={"enum": ["text", "json_object"]}),
+        _object(("type", "name", "schema"), type={"const": "json_schema"}, name=_TEXT, schema=JSON_SCHEMA, strict=_FLAG),
     ]
 }
 TOKEN_BIASES: Shape = {"propertyNames": {"pattern": "^[0-9]{1,19}$"}}

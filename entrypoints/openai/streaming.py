@@ -115,6 +115,7 @@ class EventStream(Response):
             raise HttpError(problem)
         if last := self._last(problem):
             await self._send(send, last)
+        await self._start(send)  # there may have been nothing to tell
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

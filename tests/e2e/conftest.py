@@ -100,6 +100,17 @@ class ServerProcess:
             self.process.stdout.close()
 
 
+def process_tree(pid: int) -> Iterator[int]:
+    """A process and all that it started."""
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from process_tree(int(child))
+
+
+def memory_bytes(pid: int) -> int:
+    return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) * 1024
+
+
 def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
     """Poll until the condition holds; an assertion when it does not in time."""
     deadline = time.monotonic() + limit_s

@@ -42,7 +42,7 @@ NEAR = {"minimum": -2, "maximum": 20}
 MAX_CHOICES, GRANTED_CHOICES = 20, 16384
 # What the demo model has no tokens for, and the fields that may ask it to write that: it finds out in the midst of its answer.
 UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
-ASKING = ("response_format", "structured_outputs", "tools")
+ASKING = ("response_format", "structured_outputs", "text", "tools")
 # How many values are drawn: for a whole body, for a field, and more for a field with a long schema. Each costs the more, the
 # longer the schema is: hence at most so many that they come to MOST_CHARS together, or LEAST.
 PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 80
@@ -67,16 +67,18 @@ class Sent:
         return isinstance(body, dict) and body.get("stream") is True
 
 
-def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[str, Schema]) -> list[Sent]:
+def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[str, Mapping[str, Schema]]) -> list[Sent]:
     """All requests for a document, without repetitions.
 
-    right: for each path that takes a body, one that is right. beside: field -> other fields without which it is refused.
+    right: for each path that takes a body, one that is right. beside: path -> field -> other fields without which it is refused.
     """
     made: dict[Sent, None] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             body = operation.get("requestBody")
-            bodies = [("", None)] if body is None else _bodies(body["content"][JSON_TYPE]["schema"], right[path], beside)
+            bodies = (
+                [("", None)] if body is None else _bodies(body["content"][JSON_TYPE]["schema"], right[path], beside.get(path, {}))
+            )
             for field, content in bodies:
                 made[Sent(method.upper(), path, field, content)] = None
     return list(made)

@@ -50,6 +50,38 @@ def test_an_agent_turn_with_two_tools(server: Any, client: str) -> None:
     assert last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
 
 
+def check_calls(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls among items: each follows its tool's schema, and has its result."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in json.loads(TOOLS.read_text())}
+    calls = [item for item in items if item["type"] == "function_call"]
+    for call in calls:
+        jsonschema.validate(json.loads(call["arguments"]), schemas[call["name"]])
+    results = [item["call_id"] for item in items if item["type"] == "function_call_output"]
+    assert results == [call["call_id"] for call in calls] and len(set(results)) == len(results) > 0
+    return calls
+
+
+def test_an_agent_turn_through_responses(server: Any) -> None:
+    """The server's history and the client's own make the same prompts and answers, and their beginnings are cached."""
+    kept, sent = run("openai_responses.py", server.url, "smollm2-135m", str(TOOLS))
+    for told in (kept, sent):
+        told["items"][0]["type"] = "message"
+        assert check_calls(told["items"])[-1]["name"] == "get_time"
+        assert told["items"][-1]["role"] == "assistant" and told["items"][-1]["content"][0]["text"]
+        assert [status for status, _, _ in told["used"]][:2] == ["completed", "completed"]
+        assert all(cached > 0 for _, _, cached in told["used"][1:])
+    assert [used[:2] for used in kept["used"]] == [used[:2] for used in sent["used"]]
+    texts = [[item.get("arguments") or item.get("content") for item in told["items"]] for told in (kept, sent)]
+    assert texts[0] == texts[1]
+
+
+def test_litellm_speaks_responses(server: Any) -> None:
+    told = run("litellm_responses.py", server.url, "smollm2-135m", str(TOOLS))
+    told["items"][0]["type"] = "message"
+    check_calls(told["items"])
+    assert told["status"] in ("completed", "incomplete")
+
+
 def test_typed_answers_through_tools_and_schemas(server: Any) -> None:
     told = run("instructor_models.py", server.url, "smollm2-135m")
     assert set(told) == {"TOOLS", "JSON_SCHEMA"}

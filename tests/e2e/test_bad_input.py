@@ -92,6 +92,19 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
         "n": [2],
         "stream": [True],
     },
+    "/v1/responses": {
+        "input": [[], "", None, 5, "x" * 1_000_000, [{}], [5], [{"type": "computer_call"}], [{"role": "user", "content": 5}]],
+        "max_output_tokens": [0, -1, 10**6, *INT_EDGES],
+        "top_logprobs": [1, -1, 2**63],
+        "previous_response_id": [5, ["x"]],
+        "tools": [[{"type": "web_search"}], [{"type": "function", "name": "f", "parameters": {"type": "nonsense"}}]],
+        "text": [{"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}, {"format": 5}],
+        "metadata": [{"k": "v" * 513}, {str(i): "" for i in range(17)}],
+        "chat_template": ["{{ input }}"],
+        **{
+            field: SAMPLING[field] for field in ("temperature", "top_k", "seed", "stop", "logit_bias", "cache_salt", "min_tokens")
+        },
+    },
     "/v1/systemone": {
         "questions": [
             {},
@@ -122,6 +135,7 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
 BODIES: dict[str, dict[str, Any]] = {
     **GENERATE,
     "/v1/chat/completions/batch": CHAT | {"messages": [CHAT["messages"]] * 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
     "/v1/systemone": {"state": "Hi", "questions": {"q": NOUL}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [PREDICATE]},
     "/tokenize": {"prompt": "Hi"},

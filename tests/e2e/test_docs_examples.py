@@ -1,5 +1,5 @@
 """Every curl line of docs/api.md, docs/structured_outputs.md and docs/decisions.md, as a reader would run it: the status is the
-documented one, and the keys shown exist. The Python blocks of docs/decisions.md run as they stand.
+documented one, and the keys shown exist. The Python blocks of docs/decisions.md and docs/responses.md run as they stand.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 from tests.e2e.clients.decision_shapes import Decision
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, STRUCTURE_PAGE, DECISIONS_PAGE = (
-    (DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "structured_outputs.md", "decisions.md")
+PAGE, STRUCTURE_PAGE, DECISIONS_PAGE, RESPONSES_PAGE = (
+    (DOCS / name).read_text(encoding="utf-8") for name in ("api.md", "structured_outputs.md", "decisions.md", "responses.md")
 )
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 
@@ -56,7 +56,14 @@ def examples(page: str, unseen: str | None = "") -> Iterator[Example]:
 
 
 EXAMPLES = [*examples(PAGE), *examples(STRUCTURE_PAGE, unseen=None), *examples(DECISIONS_PAGE)]
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DECISIONS_PAGE, re.M | re.S)
+PROGRAMS = [
+    (program, printed)
+    for page, printed in (
+        (DECISIONS_PAGE, r"0\.\d+"),
+        (RESPONSES_PAGE, r"\w \d+\n|\d response\.completed|\d response\.incomplete"),
+    )
+    for program in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+]
 
 
 def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
@@ -64,7 +71,8 @@ def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
         word.removeprefix(DOCUMENTED_URL).partition("?")[0] for example in EXAMPLES for word in shlex.split(example.command)
     }
     routes = re.findall(r"^### `(?:GET|POST) (\S+)`", PAGE, re.M)
-    assert [route for route in routes if route not in called] == ["/"]
+    shown = re.sub(r"/resp_[0-9a-f]+", "/{response_id}", " ".join(called)).split()
+    assert [route for route in routes if route not in shown] == ["/"]
     assert len(EXAMPLES) == sum(page.count("\ncurl ") for page in (PAGE, STRUCTURE_PAGE, DECISIONS_PAGE))
 
 
@@ -88,12 +96,14 @@ def test_example(admin_server: Any, example: Example) -> None:
         assert answer == ""
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_program(admin_server: Any, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("program", "printed"), PROGRAMS)
+def test_program(
+    admin_server: Any, program: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if not hasattr(openai.OpenAI, "decisions"):  # of SDKs before 3.26: the same call through the client's own transport
         monkeypatch.setattr(openai.OpenAI, "decisions", property(_decisions), raising=False)
-    exec(compile(program.replace(DOCUMENTED_URL, admin_server.url), "docs/decisions.md", "exec"), {})
-    assert re.search(r"0\.\d+", capsys.readouterr().out)
+    exec(compile(program.replace(DOCUMENTED_URL, admin_server.url), "docs", "exec"), {})
+    assert re.search(printed, capsys.readouterr().out)
 
 
 def _decisions(client: openai.OpenAI) -> Any:

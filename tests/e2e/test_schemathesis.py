@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import ROOT, ServerProcess
+from tests.e2e.responses_told import parse_events
 from tests.e2e.schema_requests import JSON_TYPE, Answers, Schema, Sent, requests_of
 
 FLAGS = (
@@ -31,18 +32,27 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/batch": {"messages": [CHAT["messages"]]},
     "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
     "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},
     "/tokenize": CHAT,
     "/detokenize": {"tokens": [1, 2]},
 }
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
-BESIDE: dict[str, dict[str, Any]] = {
+COMMON: dict[str, dict[str, Any]] = {
     "prompt": {"messages": None},  # a conversation or a text, not both
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": TOOLS},
     "parallel_tool_calls": {"tools": TOOLS},
+}
+FLAT_TOOLS = {"tools": [{"type": "function", "name": "look"}]}
+BESIDE = dict.fromkeys(RIGHT, COMMON) | {
+    "/v1/responses": {
+        "top_logprobs": {"include": ["message.output_text.logprobs"]},
+        "tool_choice": FLAT_TOOLS,
+        "parallel_tool_calls": FLAT_TOOLS,
+    }
 }
 ANYTHING = {("/v1/systemone", "state")}  # is right whatever JSON it is
 AT_LEAST = 2000
@@ -133,6 +143,11 @@ def test_each_stream_ends_with_done_and_holds_no_error(session: Session) -> None
     assert streams
     for sent, answer in streams:
         assert answer.headers["content-type"].startswith("text/event-stream"), told(sent, answer)
+        if sent.path == "/v1/responses":
+            assert list(parse_events(answer.text))[-1]["type"] in ("response.completed", "response.incomplete"), told(
+                sent, answer
+            )
+            continue
         events = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
         assert events.pop() == "[DONE]", told(sent, answer)
         assert events and all("error" not in json.loads(event) for event in events), told(sent, answer)

@@ -25,6 +25,7 @@ from halfbyte.entrypoints.openai import admin, body, decision_protocol, frontend
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.page.files import add_pages
+from halfbyte.entrypoints.responses import protocol as responses_protocol
 from halfbyte.entrypoints.scrub import MAX_MESSAGE_CHARS
 from halfbyte.resolve import DEFAULT_MAX_LOGPROBS
 from halfbyte.types import EngineInfo, SamplingParams
@@ -37,6 +38,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "`POST /v1/chat/completions`": protocol.ChatRequest,
     "`POST /v1/chat/completions/batch`": protocol.BatchChatRequest,
     "`POST /v1/completions`": protocol.CompletionRequest,
+    "`POST /v1/responses`": responses_protocol.ResponsesRequest,
     "`POST /v1/systemone`": decision_protocol.SystemOneRequest,
     "`POST /v1/decisions`": decision_protocol.DecisionsRequest,
     "`POST /tokenize`": protocol.TokenizeRequest,

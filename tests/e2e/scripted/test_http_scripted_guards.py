@@ -22,12 +22,14 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
     "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
     "/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "scripted", "input": "x", "questions": [{"type": "predicate", "instructions": ""}]},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
 GENERATE = ("/v1/completions", "/v1/chat/completions")
+STREAMING = (*GENERATE, "/v1/responses")
 WRONG_TYPES: dict[str, list[Any]] = {
     "integer": [2**63, -(2**63) - 1, 10**400, 1.5, 1.0, True, "7", [], {}, float("inf")],
     "number": ["0.5", True, [], {}, float("inf"), float("-inf")],
@@ -93,6 +95,17 @@ ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
             [], None, CHAT, [[]], [CHAT, []], [CHAT, [{"role": 5}]], [CHAT] * 1025, [[{"role": "user", "content": "x" * 200}]],
         ],
         "n": [2], "stream": [True], "tools": [[{"type": "function", "function": {"name": "f"}}]], "use_beam_search": [True],
+    },
+    "/v1/responses": {
+        **{name: values for name, values in WRONG_VALUES.items() if name not in ("suffix", "stream_options")},
+        "input": [[], "", None, "x" * 100_000, [{}], [{"role": "tool", "content": "x"}], [{"type": "image"}], [5]],
+        "max_output_tokens": [0, -1, LONGEST + 1], "top_logprobs": [1, 6, -1], "include": [["x"], "x"], "background": ["yes"],
+        "tools": [[{"type": "web_search"}], [{"type": "function", "name": "f"}]], "tool_choice": ["required", {"type": "mcp"}],
+        "text": [{"format": {"type": "x"}}, {"format": {"type": "json_schema"}}, {"verbosity": "low"}, {"x": 1}],
+        "reasoning": [{"effort": "extreme"}, {"summary": "detailed"}, {"x": 1}], "metadata": [{"k": 1}, {"k": "v" * 513}],
+        "chat_template": ["{{ messages }}"], "chat_template_kwargs": [{"chat_template": 1}, {"messages": 1}],
+        "truncation": ["left"], "service_tier": ["flex"], "conversation": ["conv_1"], "prompt": [{"id": "p"}], "messages": [[]],
+        "safety_identifier": ["x" * 65], "max_tool_calls": [0], "moderation": [{"model": "m"}], "previous_input_messages": [[{}]],
     },
     "/v1/systemone": {
         "state": ["x" * 100_000],
@@ -175,7 +188,7 @@ def test_wrong_fields_are_400_and_the_next_request_works(shared: Server, route: 
     assert len(cases) > 10
     wrong = []
     for field, value in cases:
-        for extra in ({}, {"stream": True}) if route in GENERATE and field not in ("stream", "stream_options") else ({},):
+        for extra in ({}, {"stream": True}) if route in STREAMING and field not in ("stream", "stream_options") else ({},):
             body = VALID[route] | {field: value} | extra
             if problem := complaint(post_raw(shared, route, body)):
                 wrong.append(f"{route} {field}={str(value)[:60]} {extra}: {problem}")
