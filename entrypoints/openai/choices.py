@@ -52,6 +52,10 @@ class Tally:
         self._cached = [0] * len(prompt_lengths)
         self.num_reasoning_tokens: int | None = None  # None: this model's answers are not looked at for thoughts
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._cached)
+
     def count(self, prompt_index: int, delta: SequenceDelta) -> None:
         """GenerationError if the engine gave this sequence up."""
         if delta.index == 0:
@@ -66,7 +70,7 @@ class Tally:
         call = self._call
         details = None
         if call.frontend.config.enable_prompt_tokens_details:
-            details = PromptTokensDetails(sum(self._cached))
+            details = PromptTokensDetails(self.num_cached_tokens)
         total = call.num_prompt_tokens + call.num_completion_tokens
         thought = self.num_reasoning_tokens
         return Usage(

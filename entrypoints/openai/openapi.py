@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 
 from halfbyte import __version__
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
-from halfbyte.entrypoints.openai.errors import ErrorBody
+from halfbyte.entrypoints.openai.errors import ErrorBody, ErrorForm
 
 Schema = dict[str, Any]
 
@@ -44,19 +45,25 @@ MEANINGS = {
 class Answers:
     """What a route is for and what it answers. whole: of a 200: a msgspec Struct, str for plain text, None for nothing.
 
-    event: the data of each event, where it can stream. errors: statuses beside those of every route; where a 200 has no body,
-    they have none either. parameters: of path and query, as OpenAPI writes them.
+    event: the data of each event, where it can stream; a union of types for events that have names. errors: statuses beside those
+    of every route; where a 200 has no body, they have none either. parameters: of path and query, as OpenAPI writes them. error:
+    the form of errors.
     """
 
     summary: str
     whole: type | None
-    event: type | None = None
+    event: type | UnionType | None = None
     errors: tuple[int, ...] = ()
     parameters: tuple[Schema, ...] = ()
+    error: type[ErrorForm] = ErrorBody
+
+    @property
+    def events(self) -> tuple[type, ...]:
+        return get_args(self.event) or ((self.event,) if isinstance(self.event, type) else ())
 
     @property
     def types(self) -> Iterator[type]:
-        return (kind for kind in (self.whole, self.event) if kind is not None and kind is not str)
+        return (kind for kind in (self.whole, *self.events, self.error) if kind is not None and kind is not str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +89,16 @@ class Operation:
 def build_document(operations: Sequence[Operation], *, keyed: bool) -> Schema:
     """keyed: whether the server wants an API key."""
     answers = [operation.answers for operation in operations]
-    names, schemas = _schemas([ErrorBody, *(kind for answer in answers for kind in answer.types)])
+    names, schemas = _schemas(kind for answer in answers for kind in answer.types)
     has_keys = any(operation.is_closed(keyed=keyed) for operation in operations)
     statuses = {*EVERYWHERE, *((401,) if has_keys else ()), *(status for answer in answers for status in answer.errors)}
     components: Schema = {
         "schemas": schemas,
-        "responses": {f"Error{status}": _error(status, names[ErrorBody]) for status in sorted(statuses)},
+        "responses": {
+            _error_name(form, status): _error(status, names[form])
+            for form in dict.fromkeys(answer.error for answer in answers)
+            for status in sorted(statuses)
+        },
     }
     if has_keys:
         components["securitySchemes"] = KEYS
@@ -110,7 +121,7 @@ def _operation(operation: Operation, names: dict[type, str], *, closed: bool) ->
     responses: dict[int, Schema] = {200: {"description": "Done.", **_content(answers, names)}}
     for status in (*EVERYWHERE, *((401,) if closed else ()), *answers.errors):
         bare = answers.whole is None and status in answers.errors
-        named = {"$ref": f"#/components/responses/Error{status}"}
+        named = {"$ref": f"#/components/responses/{_error_name(answers.error, status)}"}
         responses[status] = {"description": MEANINGS[status]} if bare else named
     return told | {"responses": {str(status): responses[status] for status in sorted(responses)}}
 
@@ -121,10 +132,15 @@ def _content(answers: Answers, names: dict[type, str]) -> Schema:
     if answers.whole is str:
         return {"content": {"text/plain": {"schema": {"type": "string"}}}}
     content: Schema = {"application/json": {"schema": _ref(names[answers.whole])}}
-    if answers.event is not None:
-        events = {"anyOf": [_ref(names[answers.event]), _ref(names[ErrorBody])]}
-        content["text/event-stream"] = {"schema": events | {"description": "Of each event's data; the last event is [DONE]."}}
+    if answers.events:
+        events = {"anyOf": [_ref(names[kind]) for kind in (*answers.events, answers.error)]}
+        last = "each is named after its type" if len(answers.events) > 1 else "the last event is [DONE]"
+        content["text/event-stream"] = {"schema": events | {"description": f"Of each event's data; {last}."}}
     return {"content": content}
+
+
+def _error_name(form: type[ErrorForm], status: int) -> str:
+    return f"Error{status}" if form is ErrorBody else f"{form.__name__}{status}"
 
 
 def _error(status: int, name: str) -> Schema:

@@ -15,10 +15,15 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from halfbyte.entrypoints.anthropic import messages
+from halfbyte.entrypoints.anthropic.errors import MessagesError
+from halfbyte.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from halfbyte.entrypoints.anthropic.wire import Message, StreamEvent, TokenCount
 from halfbyte.entrypoints.decisions.results import Decision
 from halfbyte.entrypoints.openai import admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
+from halfbyte.entrypoints.openai.errors import ErrorBody, ErrorForm
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
 from halfbyte.entrypoints.openai.protocol import (
@@ -38,14 +43,15 @@ Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
 NAMING, GENERATING, DECIDING = (404,), (404, 503), (404, 501, 503)
 
 
-def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Every route of the server, bound to one engine."""
+def add_routes(app: FastAPI, frontend: Frontend) -> dict[str, type[ErrorForm]]:
+    """Every route of the server, bound to one engine. Returns, by path, the forms of errors that are not the standard one."""
     routes = RouteTable(app, frontend)
     _add_inference(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
         for route in admin.ROUTES:
             routes.admin(route)
+    return routes.error_forms
 
 
 def _add_inference(routes: RouteTable) -> None:
@@ -56,6 +62,10 @@ def _add_inference(routes: RouteTable) -> None:
     post("/v1/chat/completions/batch", "chatcmpl-", BatchChatRequest, chat_batch.create, batches)
     texts = Answers("Continue a text", Completion, CompletionChunk, GENERATING)
     post("/v1/completions", "cmpl-", CompletionRequest, completions.create, texts)
+    turns = Answers("Answer a conversation in Anthropic's shape", Message, StreamEvent, GENERATING, error=MessagesError)
+    post("/v1/messages", "msg_", MessagesRequest, messages.create, turns)
+    count = Answers("How many tokens a conversation's prompt has", TokenCount, errors=NAMING, error=MessagesError)
+    post("/v1/messages/count_tokens", "msg_", CountTokensRequest, messages.count_tokens, count)
     judgements = Answers("Answer typed questions about a state with probabilities", Decision, errors=DECIDING)
     post("/v1/systemone", "decision-", SystemOneRequest, systemone.create, judgements)
     values = Answers("Answer typed questions in OpenAI's shape", decisions.Decisions, errors=DECIDING)
@@ -112,6 +122,10 @@ class RouteTable:
 
         self._add(endpoint, Operation(route.method, route.path, None, route.answers, is_admin=True))
 
+    @property
+    def error_forms(self) -> dict[str, type[ErrorForm]]:
+        return {operation.path: form for operation in self._operations if (form := operation.answers.error) is not ErrorBody}
+
     def _add(self, endpoint: Callable[..., Awaitable[Response]], operation: Operation) -> None:
         self._operations.append(operation)
         self._app.add_api_route(operation.path, endpoint, methods=[operation.method], name=operation.path)
@@ -132,7 +146,7 @@ async def answer(
     except Exception as error:
         problem = call.end(error)
         assert problem is not None
-        return problem.response()
+        return problem.response(request.scope)
     except BaseException:
         call.end(gone=True)
         raise
