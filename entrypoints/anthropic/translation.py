@@ -60,7 +60,7 @@ def to_chat(frontend: Frontend, request: CountTokensRequest) -> ChatRequest:
         "tools": tools,
         "chat_template": request.chat_template,
         "chat_template_kwargs": request.chat_template_kwargs,
-        **read_choice(request.tool_choice or {"type": "auto"}, bool(tools)),
+        **({} if request.tool_choice is None else read_choice(request.tool_choice, has_tools=bool(tools))),
         **_output(request),
         **_ending(turns),
     }
@@ -131,6 +131,8 @@ def _output(request: CountTokensRequest) -> dict[str, Any]:
         if effort not in EFFORTS:
             raise UserError(f"output_config.effort must be one of {', '.join(EFFORTS)}", param="output_config")
         fields["reasoning_effort"] = effort
+    if config.get("task_budget") is not None:
+        raise UserError("output_config.task_budget is not supported by this server: leave it out", param="output_config")
     asked, place = config.get("format"), "output_config.format"
     if asked is None:
         asked, place = request.output_format, "output_format"

@@ -42,7 +42,7 @@ NEAR = {"minimum": -2, "maximum": 20}
 MAX_CHOICES, GRANTED_CHOICES = 20, 16384
 # What the demo model has no tokens for, and the fields that may ask it to write that: it finds out in the midst of its answer.
 UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
-ASKING = ("response_format", "structured_outputs", "tools")
+ASKING = ("response_format", "structured_outputs", "output_config", "output_format", "tools")
 # How many values are drawn: for a whole body, for a field, and more for a field with a long schema. Each costs the more, the
 # longer the schema is: hence at most so many that they come to MOST_CHARS together, or LEAST.
 PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 80
@@ -70,13 +70,14 @@ class Sent:
 def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[str, Schema]) -> list[Sent]:
     """All requests for a document, without repetitions.
 
-    right: for each path that takes a body, one that is right. beside: field -> other fields without which it is refused.
+    right: for each path that takes a body, one that is right. beside: field -> other fields without which it is refused; with the
+    path before the field where that path has a form of its own.
     """
     made: dict[Sent, None] = {}
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             body = operation.get("requestBody")
-            bodies = [("", None)] if body is None else _bodies(body["content"][JSON_TYPE]["schema"], right[path], beside)
+            bodies = [("", None)] if body is None else _bodies(path, body["content"][JSON_TYPE]["schema"], right[path], beside)
             for field, content in bodies:
                 made[Sent(method.upper(), path, field, content)] = None
     return list(made)
@@ -99,7 +100,7 @@ class Answers:
             self._operations[sent.path][sent.method].Case().validate_response(answer, checks=CHECKS)
             if answer.headers.get("content-type", "").startswith(EVENTS):
                 for event in answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
-                    self._events(sent).validate(json.loads(event.removeprefix("data: ")))
+                    self._events(sent).validate(json.loads(event.partition("data: ")[2]))
         except (AssertionError, BaseExceptionGroup, jsonschema.ValidationError) as error:
             return str(error)
         return None
@@ -121,7 +122,7 @@ def _closed(node: Any) -> Any:
     return shut | {key: _closed(value) for key, value in node.items()}
 
 
-def _bodies(schema: Schema, right: Schema, beside: Mapping[str, Schema]) -> Iterator[tuple[str, bytes | None]]:
+def _bodies(path: str, schema: Schema, right: Schema, beside: Mapping[str, Schema]) -> Iterator[tuple[str, bytes | None]]:
     """(the field that is varied or "", content) for one route."""
     for value in _values(json.dumps(schema), PER_BODY):
         if isinstance(value, bytes):
@@ -130,11 +131,12 @@ def _bodies(schema: Schema, right: Schema, beside: Mapping[str, Schema]) -> Iter
             yield "", _encode(value)
             yield "", _encode(value | right if isinstance(value, dict) else right)
     for field, described in schema["properties"].items():
+        more = beside.get(f"{path} {field}", beside.get(field, {}))
         # what says more has more ways to be wrong
         text = json.dumps(described)
         for value in _values(text, PER_FIELD + len(text) // CHARS_PER_VALUE):
             if not isinstance(value, bytes):
-                yield field, _encode({**right, **beside.get(field, {}), field: value})
+                yield field, _encode({**right, **more, field: value})
 
 
 def _encode(body: Any) -> bytes:

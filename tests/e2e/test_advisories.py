@@ -22,17 +22,21 @@ import pytest
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 from halfbyte.model_runner.decoder_config import config_from_files
 from halfbyte.model_runner.source import locate
+from tests.e2e.error_shapes import standard_error
 
 Server = Any
 V = config_from_files(locate("smollm2-135m"), {}).vocab_size
 SECRET = "open-sesame"
 KEY = {"authorization": f"Bearer {SECRET}"}
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
-GENERATE, TEMPLATED = (COMPLETIONS, CHAT), (CHAT, TOKENIZE)
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+GENERATE, TEMPLATED = (COMPLETIONS, CHAT), (CHAT, TOKENIZE, MESSAGES, COUNT)
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 1, "temperature": 0},
     CHAT: {"messages": HELLO, "max_tokens": 1, "temperature": 0},
+    MESSAGES: {"model": "", "messages": HELLO, "max_tokens": 1, "temperature": 0},
+    COUNT: {"model": "", "messages": HELLO},
     "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},
     "/v1/chat/completions/batch": {"messages": [HELLO], "max_tokens": 1, "temperature": 0},
@@ -66,8 +70,7 @@ def complaint(answer: httpx.Response, *statuses: int) -> str:
     """What is wrong with an error answer; "" when nothing is."""
     if answer.status_code not in (statuses or (400,)):
         return f"{answer.status_code} {answer.text[:200]}"
-    error = answer.json().get("error", {})
-    if set(error) != {"message", "type", "param", "code"} or error["code"] != answer.status_code or not error["message"]:
+    if standard_error(answer) is None:
         return f"not the standard error: {answer.text[:200]}"
     return f"says too much: {answer.text[:300]}" if LEAKS.search(answer.text) or len(answer.text) > 5000 else ""
 

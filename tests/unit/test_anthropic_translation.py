@@ -108,7 +108,7 @@ def test_the_block_that_only_another_server_reads_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("choice", "asked", "parallel"),
     [
-        (None, "auto", True),
+        (None, None, None),
         ({"type": "auto"}, "auto", True),
         ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
         ({"type": "any", "disable_parallel_tool_use": False}, "required", True),
@@ -116,7 +116,7 @@ def test_the_block_that_only_another_server_reads_is_left_out() -> None:
         ({"type": "tool", "name": "look"}, {"type": "function", "function": {"name": "look"}}, True),
     ],
 )
-def test_tools_and_choices(choice: Any, asked: Any, parallel: bool) -> None:
+def test_tools_and_choices(choice: Any, asked: Any, parallel: bool | None) -> None:
     chat = translate(
         tools=[TOOL | {"type": "custom", "strict": True, "cache_control": {"type": "ephemeral"}}], tool_choice=choice
     )
@@ -214,6 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking", "display"),
     ({"output_config": {"effort": "none"}}, "output_config", "effort"),
     ({"output_config": {"format": {"type": "json_object"}}}, "output_config", "json_schema"),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config", "task_budget"),
     ({"output_format": {"type": "json_schema"}}, "output_format", "json_schema"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management", "clear_tool_uses_20250919"),
     ({"context_management": {"edits": {"type": "x"}}}, "context_management", "a list"),

@@ -13,6 +13,7 @@ import pytest
 
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 from halfbyte.entrypoints.page.files import page_files
+from tests.e2e.error_shapes import standard_error
 
 Server = Any
 V = 260  # width of the logits
@@ -22,6 +23,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
     "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "max_tokens": 2},
+    "/v1/messages": {"model": "scripted", "messages": CHAT, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "scripted", "messages": CHAT},
     "/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "scripted", "input": "x", "questions": [{"type": "predicate", "instructions": ""}]},
     "/tokenize": {"prompt": "Hi"},
@@ -69,7 +72,38 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "response_format": [{}, {"type": "json_schema"}, {"type": "nonsense"}, "text"],
     "model": [5],
 }
+WRONG_TURNS: dict[str, list[Any]] = {
+    "messages": [
+        [],
+        None,
+        "hi",
+        [{"content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": 5}],
+        [{"role": "tool", "content": ""}],
+        [5],
+        [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
+    ],
+    "system": [[{"type": "image"}], [{"type": "text"}]],
+    "tools": [[{"name": "f"}], [{"type": "web_search_20250305", "name": "w"}], [{"name": "f", "input_schema": {}}]],
+    "tool_choice": [{}, {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "required"}],
+    "thinking": [{}, {"type": "enabled"}, {"type": "enabled", "budget_tokens": 5}, {"type": "adaptive", "display": "x"}],
+    "output_config": [{"effort": "extreme"}, {"format": {}}, {"format": {"type": "json_schema"}}],
+    "output_format": [{"type": "text"}],
+    "context_management": [{"edits": [{"type": "compact"}]}, {"edits": 5}],
+    "chat_template": ["{{ messages }}"],
+    "chat_template_kwargs": [{name: 1} for name in ("tokenize", "chat_template", "return_tensors", "conversation", "tools")],
+    "container": ["c"],
+    "mcp_servers": [[{"url": "http://x"}]],
+    "kv_transfer_params": [{"do_remote_decode": True}],
+    "seed": [1],
+}
 ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
+    "/v1/messages": WRONG_TURNS | {
+        "max_tokens": [None, 0, -1, LONGEST + 1, 2**31], "temperature": [-0.1, 2.1], "top_p": [0, -1, 1.1], "top_k": [-2, 2**31],
+        "stop_sequences": [["a"] * 5, [""], [1], {"a": 1}], "cache_salt": ["", "a/b", "x" * 129], "service_tier": ["fast", 5],
+    },
+    "/v1/messages/count_tokens": WRONG_TURNS,
     "/v1/completions": {
         "prompt": [
             None, "", [], [[]], [""], ["a", ""], [V], [-1], [2**31 - 1], [10**9], [[1, 2], [3, 10**12]], [1, "a"], ["a", 1],
@@ -119,12 +153,11 @@ def complaint(answer: httpx.Response, status: int = 400) -> str:
     """What is wrong with an error answer; "" when nothing is."""
     if answer.status_code != status:
         return f"{answer.status_code} {answer.text[:200]}"
-    error = answer.json().get("error")
-    if set(answer.json()) != {"error"} or set(error) != {"message", "type", "param", "code"} or error["code"] != status:
+    if standard_error(answer) is None:
         return f"not the standard error: {answer.text[:200]}"
     if re.search(r"0x[0-9a-f]{4,}|Traceback|site-packages|\.py\b", answer.text) or len(answer.content) > 5000:
         return f"internals in the message, or too long: {answer.text[:300]}"
-    return "" if error["message"] and error["type"] else "no message or type"
+    return ""
 
 
 def post_raw(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -175,7 +208,9 @@ def test_wrong_fields_are_400_and_the_next_request_works(shared: Server, route: 
     assert len(cases) > 10
     wrong = []
     for field, value in cases:
-        for extra in ({}, {"stream": True}) if route in GENERATE and field not in ("stream", "stream_options") else ({},):
+        for extra in (
+            ({}, {"stream": True}) if "stream" in schema["properties"] and field not in ("stream", "stream_options") else ({},)
+        ):
             body = VALID[route] | {field: value} | extra
             if problem := complaint(post_raw(shared, route, body)):
                 wrong.append(f"{route} {field}={str(value)[:60]} {extra}: {problem}")
@@ -289,11 +324,11 @@ def test_unplanned_errors_say_nothing(start_scripted: Callable[..., Server], cap
         raise RuntimeError("secret at 0xdeadbeef in /root/secret.py")
 
     server.engine.encode = broken
-    for route in (*GENERATE, "/tokenize"):
+    for route in (*GENERATE, "/v1/messages", "/v1/messages/count_tokens", "/tokenize"):
         answer = server.post(route, VALID[route])
         assert not complaint(answer, 500) and "secret" not in answer.text
-        assert answer.json()["error"]["type"] == "InternalServerError"
-    assert caplog.text.count("RuntimeError: secret") == 3
+        assert answer.json()["error"]["type"] == ("api_error" if "messages" in route else "InternalServerError")
+    assert caplog.text.count("RuntimeError: secret") == 5
 
 
 # --- keys --------------------------------------------------------------------------------------------------------------
