@@ -23,6 +23,7 @@ from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 from halfbyte.model_runner.decoder_config import config_from_files
 from halfbyte.model_runner.source import locate
 from tests.e2e.error_shapes import standard_error
+from tests.e2e.raw_exchange import exchange, memory_bytes, process_tree
 
 Server = Any
 V = config_from_files(locate("smollm2-135m"), {}).vocab_size
@@ -42,6 +43,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions/batch": {"messages": [HELLO], "max_tokens": 1, "temperature": 0},
     **{TOKENIZE: {"messages": HELLO}, DETOKENIZE: {"tokens": [1, 2]}},
 }
+# Fields that take any object, for a template or to no effect.
+FREE = ("chat_template_kwargs", "documents", "messages", "state")
+FREE += ("metadata", "cache_control", "output_config", "context_management")
 ROUTES = {("POST", p) for p in (*BODIES, "/ping")} | {("GET", p) for p in ("/v1/models", "/status", *PUBLIC_PATHS)}
 HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))  # a connection per request
 LEAKS = re.compile(r"0x[0-9a-f]{4,}|Traceback|site-packages|\.py\b|/(?:home|root|usr|tmp|work)/", re.I)
@@ -167,7 +171,7 @@ def test_no_field_takes_an_internal_handle(demo_server: Server) -> None:
         for path, field in fields_of_bodies(demo_server):
             for value in (handle, [handle], {"x": handle}):
                 answer = post(demo_server, path, BODIES[path] | {field: value})
-                free = field in ("chat_template_kwargs", "documents", "messages", "state")
+                free = field in FREE
                 assert answer.status_code == 200 and free or not complaint(answer), f"{path} {field}: {answer.text[:200]}"
     check_alive(demo_server)
 
@@ -250,12 +254,6 @@ def assert_untouched(trap: socket.socket) -> None:
         trap.accept()
 
 
-def process_tree(pid: int) -> Iterator[int]:
-    yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield from process_tree(int(child))
-
-
 def test_sockets(locked: Server) -> None:
     """CVE-2025-30202, CVE-2025-47277, CVE-2025-29783: one TCP listener, at the address asked for; the rest is private IPC."""
     pids = list(process_tree(locked.process.pid))
@@ -335,28 +333,6 @@ def test_no_such_route_even_with_the_key(locked: Server, paths: tuple[str, ...])
             assert not complaint(HTTP.request(method, f"{locked.url}{path}", headers=KEY), 404), f"{method} {path}"
 
 
-def exchange(server: Server, data: bytes, repeat: int = 1) -> tuple[int, int]:
-    """Send bytes, `repeat` times, until the server has had enough. (status, bytes sent); status 0 without an answer."""
-    sent, received = 0, b""
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
-        try:
-            for _ in range(repeat):
-                connection.sendall(data)
-                sent += len(data)
-        except ConnectionError:
-            pass
-        try:
-            while b"\r\n\r\n" not in received and (more := connection.recv(65536)):
-                received += more
-        except ConnectionError:
-            pass
-    return (int(received.split()[1]) if received.startswith(b"HTTP/") else 0), sent
-
-
-def memory_bytes(pid: int) -> int:
-    return int(re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0]) * 1024
-
-
 def test_headers_are_bounded(locked: Server) -> None:
     """CVE-2025-48956: one endless header, endless many, and an endless target."""
     before = memory_bytes(locked.process.pid)
@@ -430,12 +406,13 @@ def test_the_largest_n_blocks_nobody(demo_server: Server) -> None:
 def test_salts_share_nothing(locked: Server) -> None:
     """CVE-2025-46570: neither time nor usage tells what others have asked."""
 
-    def cached(salt: str | None, path: str = COMPLETIONS) -> int:
+    def cached(salt: str | None, path: str) -> int:
         secret: dict[str, Any] = {"prompt": "secret " * 20} if path == COMPLETIONS else {"messages": HELLO}
-        body = secret | {"max_tokens": 1} | ({} if salt is None else {"cache_salt": salt})
-        return int(post(locked, path, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        salted = {} if salt is None else {"cache_salt": salt + path[-5:]}
+        usage = post(locked, path, BODIES[path] | secret | salted).json()["usage"]
+        return int(usage["cache_read_input_tokens"] if path == MESSAGES else usage["prompt_tokens_details"]["cached_tokens"])
 
-    for path in GENERATE:
+    for path in (*GENERATE, MESSAGES):
         first = [cached(salt, path) for salt in ("alice", "bob", None)]
         assert max(first[:2]) == 0 and cached("alice", path) > 0 and cached("carol", path) == 0
 

