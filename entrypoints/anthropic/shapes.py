@@ -5,9 +5,10 @@ As `halfbyte.entrypoints.openai.shapes`, in Anthropic's terms.
 
 from __future__ import annotations
 
-from halfbyte.entrypoints.openai.shapes import JSON_SCHEMA, Shape
+from halfbyte.entrypoints.openai.shapes import Shape
 
 _TEXT: Shape = {"type": "string"}
+_OBJECT: Shape = {"type": "object"}
 _FLAG: Shape = {"type": ["boolean", "null"]}
 
 
@@ -27,7 +28,7 @@ _BLOCK: Shape = {
             ("id", "name", "input"),
             id=_TEXT | {"minLength": 1},
             name=_TEXT | {"minLength": 1},
-            input={"type": "object"},
+            input=_OBJECT,
         ),
         _object("tool_result", ("tool_use_id",), tool_use_id=_TEXT | {"minLength": 1}, content=_TEXTS, is_error=_FLAG),
     ]
@@ -47,7 +48,7 @@ TOOL: Shape = {
         "type": {"enum": ["custom", None]},
         "name": _TEXT | {"minLength": 1, "maxLength": 128},
         "description": _TEXT,
-        "input_schema": JSON_SCHEMA,
+        "input_schema": _OBJECT,
         "strict": _FLAG,
     },
 }
@@ -67,7 +68,7 @@ THINKING: Shape = {
         _object("disabled"),
     ]
 }
-OUTPUT_FORMAT = _object("json_schema", ("schema",), schema=JSON_SCHEMA)
+OUTPUT_FORMAT = _object("json_schema", ("schema",), schema=_OBJECT)
 OUTPUT_CONFIG: Shape = {
     "type": "object",
     "properties": {"effort": {"enum": ["low", "medium", "high", "xhigh", "max", None]}, "format": OUTPUT_FORMAT},
@@ -78,7 +79,7 @@ CONTEXT_MANAGEMENT: Shape = {
     "properties": {
         "edits": {
             "type": "array",
-            "items": _object("clear_thinking_20251015", keep={"anyOf": [{"enum": ["all"]}, _object("all"), _TURNS]}),
+            "items": _object("clear_thinking_20251015", keep={"anyOf": [{"enum": ["all"]}, _TURNS]}),
         }
     },
 }

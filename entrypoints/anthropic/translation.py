@@ -157,11 +157,11 @@ def _thinking(frontend: Frontend, config: Mapping[str, Any], kwargs: Mapping[str
         fields["chat_template_kwargs"] = {"enable_thinking": False, **kwargs}
         fields["reasoning_effort"] = "low" if frontend.config.reasoning_parser in ALWAYS_THINKING else "none"
     if kind == "enabled":
-        if type(budget) is not int or budget < MIN_BUDGET_TOKENS:
-            message = f"thinking.budget_tokens must be an integer of at least {MIN_BUDGET_TOKENS}, got {str(budget)[:40]}"
+        if type(budget) is not int or not MIN_BUDGET_TOKENS <= budget < 2**31:
+            message = f"thinking.budget_tokens must be an integer of at least {MIN_BUDGET_TOKENS} and below 2147483648"
             raise UserError(message, param="thinking")
         fields["chat_template_kwargs"] = {"enable_thinking": True, **kwargs}
         known = frontend.answers.thinking("", continues=False)
         if known is not None and known.end_ids:  # else nobody can tell when it is used up
-            fields["thinking_token_budget"] = min(budget, 2**31 - 1)
+            fields["thinking_token_budget"] = budget
     return fields
