@@ -14,6 +14,7 @@ import pytest
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 from halfbyte.entrypoints.page.files import page_files
 from tests.e2e.error_shapes import standard_error
+from tests.e2e.wrong_turns import WRONG_TURNS
 
 Server = Any
 V = 260  # width of the logits
@@ -72,22 +73,6 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "response_format": [{}, {"type": "json_schema"}, {"type": "nonsense"}, "text"],
     "model": [5],
 }
-WRONG_TURNS: dict[str, list[Any]] = {
-    "messages": [
-        [], None, "hi", [{"content": "x"}], [{"role": "user", "content": 5}], [{"role": 5}], [{"role": "tool", "content": ""}],
-        [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
-    ],
-    "system": [[{"type": "image"}], [{"type": "text"}]],
-    "tools": [[{"name": "f"}], [{"type": "web_search_20250305", "name": "w"}], [{"name": "f", "input_schema": {}}]],
-    "tool_choice": [{}, {"type": "any"}, {"type": "tool", "name": "f"}, {"type": "required"}],
-    "thinking": [{}, {"type": "enabled"}, {"type": "enabled", "budget_tokens": 5}, {"type": "adaptive", "display": "x"}],
-    "output_config": [{"effort": "extreme"}, {"format": {}}, {"format": {"type": "json_schema"}}],
-    "output_format": [{"type": "text"}],
-    "context_management": [{"edits": [{"type": "compact"}]}, {"edits": 5}],
-    "chat_template": ["{{ messages }}"],
-    "chat_template_kwargs": [{name: 1} for name in ("tokenize", "chat_template", "return_tensors", "conversation", "tools")],
-    "container": ["c"], "mcp_servers": [[{"url": "http://x"}]], "kv_transfer_params": [{"do_remote_decode": True}], "seed": [1],
-}  # fmt: skip
 ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
     "/v1/messages": WRONG_TURNS | {
         "max_tokens": [None, 0, -1, LONGEST + 1, 2**31], "temperature": [-0.1, 2.1], "top_p": [0, -1, 1.1], "top_k": [-2, 2**31],
