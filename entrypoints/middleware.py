@@ -1,7 +1,7 @@
 """What happens to a request before any route sees it: its label, its key, its host, its size; and what no route caught.
 
-Plain ASGI, outermost first: RootPath, RequestLabels, ApiKeys, AllowedHosts, (CORS), CountRequests, BodyLimit, InternalErrors.
-They decide on the scope alone, before the body is read. Installed by `server.build_app`.
+Plain ASGI, outermost first: RootPath, ErrorForms, RequestLabels, ApiKeys, AllowedHosts, (CORS), CountRequests, BodyLimit,
+InternalErrors. They decide on the scope alone, before the body is read. Installed by `server.build_app`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import ipaddress
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte.entrypoints.http_metrics import HttpMetrics
-from halfbyte.entrypoints.openai.errors import ApiError, HttpError, explain
+from halfbyte.entrypoints.openai.errors import FORM_KEY, ApiError, ErrorForm, HttpError, explain
 from halfbyte.entrypoints.openai.frontend import LABEL_KEY, OWNER_KEY, request_label
 
 # Probes: open to all and not counted. All else but pages needs the key, whether it exists or not.
@@ -48,6 +48,19 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self.root_path
+        await self.app(scope, receive, send)
+
+
+class ErrorForms:
+    """Says in the scope in which form errors of this path are told. forms: by path, where it is not the standard one."""
+
+    def __init__(self, app: ASGIApp, forms: Mapping[str, type[ErrorForm]]) -> None:
+        self.app = app
+        self._forms = forms
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (form := self._forms.get(route_path(scope))) is not None:
+            scope[FORM_KEY] = form
         await self.app(scope, receive, send)
 
 
@@ -111,7 +124,7 @@ class ApiKeys:
             return await self.app(scope, receive, send)
         kind = "the admin" if is_admin else "a valid API"
         message = f"{kind} key is required: send Authorization: Bearer KEY, or x-api-key: KEY"
-        response = ApiError(401, "Unauthorized", message).response()
+        response = ApiError(401, "Unauthorized", message).response(scope)
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
@@ -145,7 +158,7 @@ class AllowedHosts:
         if scope["type"] != "http" or all(host_name(host) in self._hosts for host in Headers(scope=scope).getlist("host")):
             return await self.app(scope, receive, send)
         message = "the Host header names none of this server's hosts; start it with --allowed-hosts to add one"
-        await ApiError(400, "Bad Request", message, "host").response()(scope, receive, send)
+        await ApiError(400, "Bad Request", message, "host").response(scope)(scope, receive, send)
 
 
 class CountRequests:
@@ -191,7 +204,7 @@ class BodyLimit:
         error = ApiError(413, "Request Entity Too Large", message)
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self.max_bytes:
-            return await error.response()(scope, receive, send)
+            return await error.response(scope)(scope, receive, send)
         received = 0
 
         async def receive_counted() -> Message:
@@ -227,7 +240,7 @@ class InternalErrors:
                 log.exception("%s %s failed", scope.get("method"), scope.get("path"))
             if started:
                 raise
-            await problem.response()(scope, receive, send)
+            await problem.response(scope)(scope, receive, send)
 
 
 def host_name(header: str) -> str:

@@ -56,7 +56,7 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
     )
     frontend = Frontend(engine, server_config, temperatures)
     app.state.frontend = frontend
-    add_routes(app, frontend)
+    error_forms = add_routes(app, frontend)
     add_pages(app, server_config)
     install_error_handlers(app)
     # The last one added is the first to see a request.
@@ -81,6 +81,7 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
         pages=page_files(server_config),
     )
     app.add_middleware(middleware.RequestLabels, echo=server_config.enable_request_id_headers)
+    app.add_middleware(middleware.ErrorForms, forms=error_forms)
     if root_path := server_config.root_path.rstrip("/"):
         app.add_middleware(middleware.RootPath, root_path=root_path)
     return app

@@ -49,7 +49,6 @@ class AnswerSyntax:
             raise UserError("--enable-auto-tool-choice needs --tool-call-parser")
         self.tools = None if tools is None else _tool_syntax(tools, self.marks, tokenizer)
         self.reasoning = self._reasoning_syntax(reasoning, config.reasoning_config)
-        self.new_call_id: Callable[[], str] = getattr(self.tools, "new_call_id", _new_call_id)
         self._whole: Whole | None = None
         for syntax in (self.reasoning, self.tools):
             self._whole = syntax if isinstance(syntax, Whole) else self._whole
@@ -57,6 +56,11 @@ class AnswerSyntax:
             raise UserError(
                 f"--tool-call-parser {tools} and --reasoning-parser {reasoning} cannot read the same answer; name the same family"
             )
+
+    def new_call_id(self, prefix: str) -> str:
+        """An id for a call, in the form that the syntax demands; where it demands none, one that begins with `prefix`."""
+        own: Callable[[], str] | None = getattr(self.tools, "new_call_id", None)
+        return prefix + uuid.uuid4().hex if own is None else own()
 
     def thinking(self, prompt: str, *, continues: bool) -> Thinking | None:
         """How the engine sees the thoughts of the answer to `prompt`; None for a model without a reasoning parser."""
@@ -157,10 +161,6 @@ class AnswerParser:
                 case CallArguments():
                     told.append(CallArguments(event.index, self._marks.plain_json(event.text)))
         return [event for event in told if not isinstance(event, (Content, Reasoning)) or event.text]
-
-
-def _new_call_id() -> str:
-    return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 def _tool_syntax(name: str, marks: Marks, tokenizer: Tokenizer) -> ToolSyntax:

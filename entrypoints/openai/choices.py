@@ -52,6 +52,10 @@ class Tally:
         self._cached = [0] * len(prompt_lengths)
         self.num_reasoning_tokens: int | None = None  # None: this model's answers are not looked at for thoughts
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(self._cached)
+
     def count(self, prompt_index: int, delta: SequenceDelta) -> None:
         """GenerationError if the engine gave this sequence up."""
         if delta.index == 0:
@@ -61,10 +65,6 @@ class Tally:
         self._call.num_completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._call.finish_reasons.add(delta.finish_reason)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return sum(self._cached)
 
     def usage(self) -> Usage:
         call = self._call

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.answers.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -106,17 +107,20 @@ def _params(frontend: Frontend, request: ChatRequest, num_prompt_tokens: int) ->
     )
 
 
+CALL_PREFIX = "chatcmpl-tool-"
+
+
 class AnswerReader:
     """Reads one choice of an answer as it is written: what the request wants to hear of, each call with an id.
 
-    has_calls: whether a call began, heard of or not. tally: counts the tokens of thoughts.
+    has_calls: whether a call began, heard of or not. tally: counts the tokens of thoughts. call_prefix: of the ids.
     """
 
-    def __init__(self, conversation: Conversation, tally: Tally) -> None:
+    def __init__(self, conversation: Conversation, tally: Tally, call_prefix: str = CALL_PREFIX) -> None:
         plan, request = conversation.plan, conversation.request
         self.has_calls = False
         self.parser = plan.parser()  # None: all of the text is content
-        self._new_call_id = plan.frontend.answers.new_call_id
+        self._new_call_id = partial(plan.frontend.answers.new_call_id, call_prefix)
         self._shows_reasoning = request.include_reasoning is not False
         self._shows_one_call = plan.use.mode != "none" and not plan.use.parallel
         self._thoughts: ThoughtTokens | None = None
@@ -151,10 +155,10 @@ class AnswerReader:
 
 
 async def read_answer(
-    conversation: Conversation, tally: Tally, generations: Sequence[Closeable]
+    conversation: Conversation, tally: Tally, generations: Sequence[Closeable], call_prefix: str = CALL_PREFIX
 ) -> AsyncGenerator[tuple[list[Event], SequenceDelta], None]:
     """The events of each delta of an answer of one choice. Leaving early aborts it."""
-    reader = AnswerReader(conversation, tally)
+    reader = AnswerReader(conversation, tally, call_prefix)
     async with aclosing(merge(generations)) as deltas:
         async for _, delta in deltas:
             tally.count(0, delta)

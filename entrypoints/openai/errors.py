@@ -1,7 +1,8 @@
 """Errors as clients see them: one body for every failure, whatever raised it.
 
 Turns exceptions into status, type, message and param, and takes addresses, paths and stack frames out of messages. Knows no
-route. The middleware, the routes and the event streams all answer through `explain`; nothing else builds an error body.
+route: the scope of a request says in which form its clients read errors, where that is not the standard one. The middleware, the
+routes and the event streams all answer through `explain`; nothing else decides what is told.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import FastAPI
@@ -17,6 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from halfbyte.entrypoints.scrub import scrub
 from halfbyte.errors import EngineDeadError, HalfbyteError, NotFoundError, OverloadedError, UnsupportedError, UserError
@@ -25,6 +28,14 @@ MAX_REPORTED_ERRORS = 10
 MAX_ECHOED_CHARS = 200
 MAX_ERROR_CHARS = 1000
 INTERNAL_MESSAGE = "internal server error; the server's log has the details"
+FORM_KEY = "halfbyte.error_form"  # in the ASGI scope: the ErrorForm of the path, absent for the standard form
+
+
+class ErrorForm(Protocol):
+    """A body for errors: the standard one, or that of routes whose clients know another."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Any: ...
 
 
 class ErrorObject(msgspec.Struct):
@@ -37,7 +48,13 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
+    """The standard form."""
+
     error: ErrorObject
+
+    @classmethod
+    def of(cls, error: ApiError) -> ErrorBody:
+        return cls(ErrorObject(scrub(error.message), error.type, error.param, error.status))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +68,12 @@ class ApiError:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> ErrorBody:
-        return ErrorBody(ErrorObject(scrub(self.message), self.type, self.param, self.status))
+        return ErrorBody.of(self)
 
-    def response(self) -> Response:
-        return Response(msgspec.json.encode(self.body()), self.status, dict(self.headers), "application/json")
+    def response(self, scope: Scope | None = None) -> Response:
+        """In the form that this request's clients read; in the standard form without a scope."""
+        form: type[ErrorForm] = ErrorBody if scope is None else scope.get(FORM_KEY, ErrorBody)
+        return Response(msgspec.json.encode(form.of(self)), self.status, dict(self.headers), "application/json")
 
 
 class HttpError(Exception):
@@ -106,7 +125,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Make the router and every route answer errors in the standard shape. Unplanned ones are the middleware's."""
 
     async def handle(request: Request, error: Exception) -> Response:
-        return explain(error).response()
+        return explain(error).response(request.scope)
 
     for kind in (HttpError, HalfbyteError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)

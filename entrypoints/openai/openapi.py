@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from halfbyte import __version__
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
-from halfbyte.entrypoints.openai.errors import ErrorBody
+from halfbyte.entrypoints.openai.errors import ErrorBody, ErrorForm
 
 Schema = dict[str, Any]
 
@@ -44,21 +44,21 @@ MEANINGS = {
 class Answers:
     """What a route is for and what it answers. whole: of a 200: a msgspec Struct, str for plain text, None for nothing.
 
-    event: the data of each event, where it can stream. events: the same where each tells its own type, and the last one the end.
-    errors: statuses beside those of every route; where a 200 has no body,
-    they have none either. parameters: of path and query, as OpenAPI writes them.
+    events: the data of each event, where it can stream, errors among them; types with tags are named after these.
+    errors: statuses beside those of every route; where a 200 has no body, they have none either. error: their form.
+    parameters: of path and query, as OpenAPI writes them.
     """
 
     summary: str
     whole: type | None
-    event: type | None = None
+    events: tuple[type[msgspec.Struct], ...] = ()
     errors: tuple[int, ...] = ()
     parameters: tuple[Schema, ...] = ()
-    events: tuple[type, ...] = ()
+    error: type[ErrorForm] = ErrorBody
 
     @property
     def types(self) -> Iterator[type]:
-        return (kind for kind in (self.whole, self.event, *self.events) if kind is not None and kind is not str)
+        return (kind for kind in (self.whole, *self.events, self.error) if kind is not None and kind is not str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,16 @@ class Operation:
 def build_document(operations: Sequence[Operation], *, keyed: bool) -> Schema:
     """keyed: whether the server wants an API key."""
     answers = [operation.answers for operation in operations]
-    names, schemas = _schemas([ErrorBody, *(kind for answer in answers for kind in answer.types)])
+    names, schemas = _schemas(kind for answer in answers for kind in answer.types)
     has_keys = any(operation.is_closed(keyed=keyed) for operation in operations)
     statuses = {*EVERYWHERE, *((401,) if has_keys else ()), *(status for answer in answers for status in answer.errors)}
     components: Schema = {
         "schemas": schemas,
-        "responses": {f"Error{status}": _error(status, names[ErrorBody]) for status in sorted(statuses)},
+        "responses": {
+            _error_name(form, status): _error(status, names[form])
+            for form in dict.fromkeys(answer.error for answer in answers)
+            for status in sorted(statuses)
+        },
     }
     if has_keys:
         components["securitySchemes"] = KEYS
@@ -112,7 +116,7 @@ def _operation(operation: Operation, names: dict[type, str], *, closed: bool) ->
     responses: dict[int, Schema] = {200: {"description": "Done.", **_content(answers, names)}}
     for status in (*EVERYWHERE, *((401,) if closed else ()), *answers.errors):
         bare = answers.whole is None and status in answers.errors
-        named = {"$ref": f"#/components/responses/Error{status}"}
+        named = {"$ref": f"#/components/responses/{_error_name(answers.error, status)}"}
         responses[status] = {"description": MEANINGS[status]} if bare else named
     return told | {"responses": {str(status): responses[status] for status in sorted(responses)}}
 
@@ -123,13 +127,16 @@ def _content(answers: Answers, names: dict[type, str]) -> Schema:
     if answers.whole is str:
         return {"content": {"text/plain": {"schema": {"type": "string"}}}}
     content: Schema = {"application/json": {"schema": _ref(names[answers.whole])}}
-    if answers.event is not None:
-        events = {"anyOf": [_ref(names[answers.event]), _ref(names[ErrorBody])]}
-        content["text/event-stream"] = {"schema": events | {"description": "Of each event's data; the last event is [DONE]."}}
     if answers.events:
-        events = {"anyOf": [_ref(names[event]) for event in answers.events]}
-        content["text/event-stream"] = {"schema": events | {"description": "Of each event's data, by its type."}}
+        events = {"anyOf": [_ref(names[kind]) for kind in answers.events]}
+        is_named = answers.events[0].__struct_config__.tag is not None
+        last = "each is named after its type" if is_named else "the last event is [DONE]"
+        content["text/event-stream"] = {"schema": events | {"description": f"Of each event's data; {last}."}}
     return {"content": content}
+
+
+def _error_name(form: type[ErrorForm], status: int) -> str:
+    return f"Error{status}" if form is ErrorBody else f"{form.__name__}{status}"
 
 
 def _error(status: int, name: str) -> Schema:

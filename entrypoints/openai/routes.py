@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from halfbyte.entrypoints.anthropic import messages
+from halfbyte.entrypoints.anthropic.errors import MessagesError
+from halfbyte.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from halfbyte.entrypoints.anthropic.wire import Message, StreamEvent, TokenCount
 from halfbyte.entrypoints.decisions.results import Decision
 from halfbyte.entrypoints.openai import admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
+from halfbyte.entrypoints.openai.errors import ErrorBody, ErrorForm
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
 from halfbyte.entrypoints.openai.protocol import (
@@ -42,8 +47,8 @@ Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
 NAMING, GENERATING, DECIDING = (404,), (404, 503), (404, 501, 503)
 
 
-def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Every route of the server, bound to one engine."""
+def add_routes(app: FastAPI, frontend: Frontend) -> dict[str, type[ErrorForm]]:
+    """Every route of the server, bound to one engine. Returns, by path, the forms of errors that are not the standard one."""
     routes = RouteTable(app, frontend)
     _add_inference(routes)
     _add_responses(routes)
@@ -51,16 +56,27 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
     if frontend.config.enable_admin:
         for route in admin.ROUTES:
             routes.admin(route)
+    return routes.error_forms
 
 
 def _add_inference(routes: RouteTable) -> None:
     post = routes.post
-    chats = Answers("Answer a conversation", ChatCompletion, ChatChunk, GENERATING)
+    chats = Answers("Answer a conversation", ChatCompletion, (ChatChunk, ErrorBody), GENERATING)
     post("/v1/chat/completions", "chatcmpl-", ChatRequest, chat.create, chats)
     batches = Answers("Answer several conversations, one choice each", ChatCompletion, errors=GENERATING)
     post("/v1/chat/completions/batch", "chatcmpl-", BatchChatRequest, chat_batch.create, batches)
-    texts = Answers("Continue a text", Completion, CompletionChunk, GENERATING)
+    texts = Answers("Continue a text", Completion, (CompletionChunk, ErrorBody), GENERATING)
     post("/v1/completions", "cmpl-", CompletionRequest, completions.create, texts)
+    turns = Answers(
+        "Answer a conversation in Anthropic's shape",
+        Message,
+        (*get_args(StreamEvent), MessagesError),
+        GENERATING,
+        error=MessagesError,
+    )
+    post("/v1/messages", "msg_", MessagesRequest, messages.create, turns)
+    count = Answers("How many tokens a conversation's prompt has", TokenCount, errors=NAMING, error=MessagesError)
+    post("/v1/messages/count_tokens", "msg_", CountTokensRequest, messages.count_tokens, count)
     judgements = Answers("Answer typed questions about a state with probabilities", Decision, errors=DECIDING)
     post("/v1/systemone", "decision-", SystemOneRequest, systemone.create, judgements)
     values = Answers("Answer typed questions in OpenAI's shape", decisions.Decisions, errors=DECIDING)
@@ -72,7 +88,7 @@ def _add_inference(routes: RouteTable) -> None:
 
 
 def _add_responses(routes: RouteTable) -> None:
-    made = Answers("Answer items with items", responses_wire.Response, events=responses_wire.EVENTS, errors=GENERATING)
+    made = Answers("Answer items with items", responses_wire.Response, responses_wire.EVENTS, GENERATING)
     routes.post(kept.PATH, "resp_", ResponsesRequest, responses.create, made)
     for route in kept.ROUTES:
         routes.kept(route)
@@ -132,6 +148,10 @@ class RouteTable:
 
         self._add(endpoint, Operation(route.method, route.path, None, route.answers, is_admin=True))
 
+    @property
+    def error_forms(self) -> dict[str, type[ErrorForm]]:
+        return {operation.path: form for operation in self._operations if (form := operation.answers.error) is not ErrorBody}
+
     def _add(self, endpoint: Callable[..., Awaitable[Response]], operation: Operation) -> None:
         self._operations.append(operation)
         self._app.add_api_route(operation.path, endpoint, methods=[operation.method], name=operation.path)
@@ -152,7 +172,7 @@ async def answer(
     except Exception as error:
         problem = call.end(error)
         assert problem is not None
-        return problem.response()
+        return problem.response(request.scope)
     except BaseException:
         call.end(gone=True)
         raise

@@ -42,7 +42,7 @@ NEAR = {"minimum": -2, "maximum": 20}
 MAX_CHOICES, GRANTED_CHOICES = 20, 16384
 # What the demo model has no tokens for, and the fields that may ask it to write that: it finds out in the midst of its answer.
 UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
-ASKING = ("response_format", "structured_outputs", "text", "tools")
+ASKING = ("response_format", "structured_outputs", "output_config", "output_format", "text", "tools")
 # How many values are drawn: for a whole body, for a field, and more for a field with a long schema. Each costs the more, the
 # longer the schema is: hence at most so many that they come to MOST_CHARS together, or LEAST.
 PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 80
@@ -101,7 +101,7 @@ class Answers:
             self._operations[sent.path][sent.method].Case().validate_response(answer, checks=CHECKS)
             if answer.headers.get("content-type", "").startswith(EVENTS):
                 for event in answer.text.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
-                    self._events(sent).validate(json.loads(event.removeprefix("data: ")))
+                    self._events(sent).validate(json.loads(event.partition("data: ")[2]))
         except (AssertionError, BaseExceptionGroup, jsonschema.ValidationError) as error:
             return str(error)
         return None

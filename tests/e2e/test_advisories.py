@@ -22,26 +22,33 @@ import pytest
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 from halfbyte.model_runner.decoder_config import config_from_files
 from halfbyte.model_runner.source import locate
-from tests.e2e.conftest import memory_bytes, process_tree
+from tests.e2e.error_shapes import standard_error
+from tests.e2e.raw_exchange import exchange, memory_bytes, process_tree
 
 Server = Any
 V = config_from_files(locate("smollm2-135m"), {}).vocab_size
 SECRET = "open-sesame"
 KEY = {"authorization": f"Bearer {SECRET}"}
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-GENERATE, TEMPLATED = (COMPLETIONS, CHAT), (CHAT, TOKENIZE)
+GENERATE, TEMPLATED = (COMPLETIONS, CHAT), (CHAT, TOKENIZE, MESSAGES, COUNT)
 ANSWERING, RENDERING = (*GENERATE, RESPONSES), (*TEMPLATED, RESPONSES)
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi", "max_tokens": 1, "temperature": 0},
     CHAT: {"messages": HELLO, "max_tokens": 1, "temperature": 0},
     RESPONSES: {"input": "Hi", "max_output_tokens": 1, "temperature": 0},
+    MESSAGES: {"model": "", "messages": HELLO, "max_tokens": 1, "temperature": 0},
+    COUNT: {"model": "", "messages": HELLO},
     "/v1/systemone": {"state": "Hi", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [{"type": "predicate", "instructions": "It is."}]},
     "/v1/chat/completions/batch": {"messages": [HELLO], "max_tokens": 1, "temperature": 0},
     **{TOKENIZE: {"messages": HELLO}, DETOKENIZE: {"tokens": [1, 2]}},
 }
+# Fields that take any object, for a template or to no effect.
+FREE = ("chat_template_kwargs", "documents", "messages", "state")
+FREE += ("metadata", "cache_control", "output_config", "context_management")
 KEPT = f"{RESPONSES}/{{response_id}}"
 ROUTES = {("POST", p) for p in (*BODIES, "/ping", f"{KEPT}/cancel")} | {("DELETE", KEPT)}
 ROUTES |= {("GET", p) for p in ("/v1/models", "/status", KEPT, f"{KEPT}/input_items", *PUBLIC_PATHS)}
@@ -72,8 +79,7 @@ def complaint(answer: httpx.Response, *statuses: int) -> str:
     """What is wrong with an error answer; "" when nothing is."""
     if answer.status_code not in (statuses or (400,)):
         return f"{answer.status_code} {answer.text[:200]}"
-    error = answer.json().get("error", {})
-    if set(error) != {"message", "type", "param", "code"} or error["code"] != answer.status_code or not error["message"]:
+    if standard_error(answer) is None:
         return f"not the standard error: {answer.text[:200]}"
     return f"says too much: {answer.text[:300]}" if LEAKS.search(answer.text) or len(answer.text) > 5000 else ""
 
@@ -170,7 +176,7 @@ def test_no_field_takes_an_internal_handle(demo_server: Server) -> None:
         for path, field in fields_of_bodies(demo_server):
             for value in (handle, [handle], {"x": handle}):
                 answer = post(demo_server, path, BODIES[path] | {field: value})
-                free = field in ("chat_template_kwargs", "documents", "messages", "state")
+                free = field in FREE
                 assert answer.status_code == 200 and free or not complaint(answer), f"{path} {field}: {answer.text[:200]}"
     check_alive(demo_server)
 
@@ -332,24 +338,6 @@ def test_no_such_route_even_with_the_key(locked: Server, paths: tuple[str, ...])
             assert not complaint(HTTP.request(method, f"{locked.url}{path}", headers=KEY), 404), f"{method} {path}"
 
 
-def exchange(server: Server, data: bytes, repeat: int = 1) -> tuple[int, int]:
-    """Send bytes, `repeat` times, until the server has had enough. (status, bytes sent); status 0 without an answer."""
-    sent, received = 0, b""
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as connection:
-        try:
-            for _ in range(repeat):
-                connection.sendall(data)
-                sent += len(data)
-        except ConnectionError:
-            pass
-        try:
-            while b"\r\n\r\n" not in received and (more := connection.recv(65536)):
-                received += more
-        except ConnectionError:
-            pass
-    return (int(received.split()[1]) if received.startswith(b"HTTP/") else 0), sent
-
-
 def test_headers_are_bounded(locked: Server) -> None:
     """CVE-2025-48956: one endless header, endless many, and an endless target."""
     before = memory_bytes(locked.process.pid)
@@ -424,12 +412,13 @@ def test_the_largest_n_blocks_nobody(demo_server: Server) -> None:
 def test_salts_share_nothing(locked: Server) -> None:
     """CVE-2025-46570: neither time nor usage tells what others have asked."""
 
-    def cached(salt: str | None, path: str = COMPLETIONS) -> int:
+    def cached(salt: str | None, path: str) -> int:
         secret: dict[str, Any] = {"prompt": "secret " * 20} if path == COMPLETIONS else {"messages": HELLO}
-        body = secret | {"max_tokens": 1} | ({} if salt is None else {"cache_salt": salt})
-        return int(post(locked, path, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        salted = {} if salt is None else {"cache_salt": salt + path[-5:]}
+        usage = post(locked, path, BODIES[path] | secret | salted).json()["usage"]
+        return int(usage["cache_read_input_tokens"] if path == MESSAGES else usage["prompt_tokens_details"]["cached_tokens"])
 
-    for path in GENERATE:
+    for path in (*GENERATE, MESSAGES):
         first = [cached(salt, path) for salt in ("alice", "bob", None)]
         assert max(first[:2]) == 0 and cached("alice", path) > 0 and cached("carol", path) == 0
 

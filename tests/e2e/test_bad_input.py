@@ -16,6 +16,7 @@ import pytest
 
 from halfbyte.model_runner.decoder_config import config_from_files
 from halfbyte.model_runner.source import locate
+from tests.e2e.error_shapes import standard_error
 
 V = config_from_files(locate("smollm2-135m"), {}).vocab_size
 INT_EDGES = [-(2**63) - 1, 2**63, 1e309, 1.5, True, "7", [], {}]
@@ -105,6 +106,20 @@ PER_ROUTE: dict[str, dict[str, list[Any]]] = {
             field: SAMPLING[field] for field in ("temperature", "top_k", "seed", "stop", "logit_bias", "cache_salt", "min_tokens")
         },
     },
+    "/v1/messages": {
+        "messages": [[], None, "hi", [{"content": "x"}], [{"role": "user", "content": [{"type": "image"}]}], [5]],
+        "max_tokens": [None, 0, -1, 10**6, *INT_EDGES],
+        "temperature": [-0.1, 2.1, "hot", True],
+        "top_k": [-2, 2**31, 1.5, "x", True],
+        "stop_sequences": [["a"] * 5, [""], [1], {"a": 1}],
+        "cache_salt": ["", "a/b", "x" * 129, 5],
+        "tools": [[{"name": "f"}], [{"type": "bash_20250124", "name": "bash"}]],
+        "thinking": [{"type": "enabled", "budget_tokens": edge} for edge in INT_EDGES],
+        "output_config": [{"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}],
+        "chat_template": ["{% for i in range(10**9) %}x{% endfor %}"],
+        "logit_bias": [{"1": 1}],
+    },
+    "/v1/messages/count_tokens": {"messages": [[], "x", 5], "model": [None, 5], "chat_template": ["{{ messages }}"]},
     "/v1/systemone": {
         "questions": [
             {},
@@ -136,6 +151,8 @@ BODIES: dict[str, dict[str, Any]] = {
     **GENERATE,
     "/v1/chat/completions/batch": CHAT | {"messages": [CHAT["messages"]] * 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": {"model": "smollm2-135m"} | CHAT,
+    "/v1/messages/count_tokens": {"model": "smollm2-135m", "messages": CHAT["messages"]},
     "/v1/systemone": {"state": "Hi", "questions": {"q": NOUL}},
     "/v1/decisions": {"model": "", "input": "Hi", "questions": [PREDICATE]},
     "/tokenize": {"prompt": "Hi"},
@@ -193,7 +210,7 @@ def test_wrong_fields_are_refused_and_the_neighbour_does_not_notice(demo_server:
     with httpx.Client(timeout=60) as client:
         for route, field, value in cases():
             body = BODIES[route] | {field: value}
-            if field == "messages" or field == "prompt" and value is None:
+            if field == "messages" and "model" not in body or field == "prompt" and value is None:
                 body = {field: value}
             answer = client.post(f"{demo_server.url}{route}", content=dumps(body), headers={"content-type": "application/json"})
             wrong += complaints(answer, f"{route} {field}={str(value)[:60]}")
@@ -253,8 +270,7 @@ def dumps(body: dict[str, Any]) -> bytes:
 def complaints(answer: httpx.Response, what: str) -> list[str]:
     if answer.status_code != 400:
         return [f"{what}: {answer.status_code} {answer.text[:160]}"]
-    error = answer.json().get("error", {})
-    if set(error) != {"message", "type", "param", "code"} or error["code"] != 400 or not error["message"]:
+    if standard_error(answer) is None:
         return [f"{what}: not the standard error: {answer.text[:160]}"]
     if "Traceback" in answer.text or "0x" in answer.text or "/site-packages/" in answer.text:
         return [f"{what}: internals in the message: {answer.text[:300]}"]

@@ -64,6 +64,7 @@ PROGRAMS = [
     )
     for program in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
 ]
+MESSAGES_PROGRAMS = re.findall(r"^```python\n(import anthropic\n.*?)^```$", PAGE, re.M | re.S)
 
 
 def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
@@ -87,7 +88,7 @@ def test_example(admin_server: Any, example: Example) -> None:
         assert json.loads(answer)["choices"][0]["finish_reason"] in ("stop", "length")
     elif example.kind == "json":
         compare(json.loads(example.answer), json.loads(answer), "$")
-    elif example.answer.startswith("data: "):
+    elif example.answer.startswith(("data: ", "event: ")):
         compare_streams(example.answer, answer)
     elif example.kind == "text":
         names = set(re.findall(r"^(?:# TYPE )?(\w[\w:]*)", answer, re.M))  # a metric without values has at least a type
@@ -104,6 +105,12 @@ def test_program(
         monkeypatch.setattr(openai.OpenAI, "decisions", property(_decisions), raising=False)
     exec(compile(program.replace(DOCUMENTED_URL, admin_server.url), "docs", "exec"), {})
     assert re.search(printed, capsys.readouterr().out)
+
+
+def test_the_program_with_anthropics_client(demo_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = MESSAGES_PROGRAMS
+    exec(compile(program.replace(DOCUMENTED_URL, demo_server.url), "docs/api.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
 
 
 def _decisions(client: openai.OpenAI) -> Any:
@@ -125,9 +132,15 @@ def compare(shown: Any, actual: Any, place: str) -> None:
 
 
 def compare_streams(shown: str, actual: str) -> None:
-    """The same number of events in the same order, and the end mark."""
+    """The same number of events in the same order, and the end mark, or the same names of events."""
     shown_events, events = (re.findall(r"^data: (.*)$", text, re.M) for text in (shown, actual))
-    assert len(shown_events) == len(events) and shown_events[-1] == events[-1] == "[DONE]"
+    assert len(shown_events) == len(events)
+    if names := re.findall(r"^event: (.*)$", shown, re.M):
+        assert names == re.findall(r"^event: (.*)$", actual, re.M)
+        for index, (wanted, event) in enumerate(zip(shown_events, events, strict=True)):
+            compare(json.loads(wanted), json.loads(event), f"event {index}")
+        return
+    assert shown_events[-1] == events[-1] == "[DONE]"
     for index, (wanted, event) in enumerate(zip(shown_events[:-1], events[:-1], strict=True)):
         wanted_choices, choices = json.loads(wanted), json.loads(event)
         compare(wanted_choices, choices, f"event {index}")

@@ -20,6 +20,7 @@ from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.entrypoints import chat_template, server
+from halfbyte.entrypoints.anthropic import protocol as anthropic
 from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai import admin, body, decision_protocol, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
@@ -39,6 +40,8 @@ MODELS: dict[str, type[BaseModel]] = {
     "`POST /v1/chat/completions/batch`": protocol.BatchChatRequest,
     "`POST /v1/completions`": protocol.CompletionRequest,
     "`POST /v1/responses`": responses_protocol.ResponsesRequest,
+    "`POST /v1/messages`": anthropic.MessagesRequest,
+    "`POST /v1/messages/count_tokens`": anthropic.CountTokensRequest,
     "`POST /v1/systemone`": decision_protocol.SystemOneRequest,
     "`POST /v1/decisions`": decision_protocol.DecisionsRequest,
     "`POST /tokenize`": protocol.TokenizeRequest,

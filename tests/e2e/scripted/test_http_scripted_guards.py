@@ -13,6 +13,8 @@ import pytest
 
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
 from halfbyte.entrypoints.page.files import page_files
+from tests.e2e.error_shapes import standard_error
+from tests.e2e.wrong_turns import WRONG_TURNS
 
 Server = Any
 V = 260  # width of the logits
@@ -23,6 +25,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 2},
     "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": {"model": "scripted", "messages": CHAT, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "scripted", "messages": CHAT},
     "/v1/systemone": {"state": "x", "questions": {"q": {"type": "noul"}}},
     "/v1/decisions": {"model": "scripted", "input": "x", "questions": [{"type": "predicate", "instructions": ""}]},
     "/tokenize": {"prompt": "Hi"},
@@ -72,6 +76,11 @@ WRONG_VALUES: dict[str, list[Any]] = {
     "model": [5],
 }
 ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
+    "/v1/messages": WRONG_TURNS | {
+        "max_tokens": [None, 0, -1, LONGEST + 1, 2**31], "temperature": [-0.1, 2.1], "top_p": [0, -1, 1.1], "top_k": [-2, 2**31],
+        "stop_sequences": [["a"] * 5, [""], [1], {"a": 1}], "cache_salt": ["", "a/b", "x" * 129], "service_tier": ["fast", 5],
+    },
+    "/v1/messages/count_tokens": WRONG_TURNS,
     "/v1/completions": {
         "prompt": [
             None, "", [], [[]], [""], ["a", ""], [V], [-1], [2**31 - 1], [10**9], [[1, 2], [3, 10**12]], [1, "a"], ["a", 1],
@@ -132,12 +141,11 @@ def complaint(answer: httpx.Response, status: int = 400) -> str:
     """What is wrong with an error answer; "" when nothing is."""
     if answer.status_code != status:
         return f"{answer.status_code} {answer.text[:200]}"
-    error = answer.json().get("error")
-    if set(answer.json()) != {"error"} or set(error) != {"message", "type", "param", "code"} or error["code"] != status:
+    if standard_error(answer) is None:
         return f"not the standard error: {answer.text[:200]}"
     if re.search(r"0x[0-9a-f]{4,}|Traceback|site-packages|\.py\b", answer.text) or len(answer.content) > 5000:
         return f"internals in the message, or too long: {answer.text[:300]}"
-    return "" if error["message"] and error["type"] else "no message or type"
+    return ""
 
 
 def post_raw(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -188,7 +196,8 @@ def test_wrong_fields_are_400_and_the_next_request_works(shared: Server, route: 
     assert len(cases) > 10
     wrong = []
     for field, value in cases:
-        for extra in ({}, {"stream": True}) if route in STREAMING and field not in ("stream", "stream_options") else ({},):
+        can_stream = "stream" in schema["properties"] and field not in ("stream", "stream_options")
+        for extra in ({}, {"stream": True}) if can_stream else ({},):
             body = VALID[route] | {field: value} | extra
             if problem := complaint(post_raw(shared, route, body)):
                 wrong.append(f"{route} {field}={str(value)[:60]} {extra}: {problem}")
@@ -302,11 +311,11 @@ def test_unplanned_errors_say_nothing(start_scripted: Callable[..., Server], cap
         raise RuntimeError("secret at 0xdeadbeef in /root/secret.py")
 
     server.engine.encode = broken
-    for route in (*GENERATE, "/tokenize"):
+    for route in (*GENERATE, "/v1/messages", "/v1/messages/count_tokens", "/tokenize"):
         answer = server.post(route, VALID[route])
         assert not complaint(answer, 500) and "secret" not in answer.text
-        assert answer.json()["error"]["type"] == "InternalServerError"
-    assert caplog.text.count("RuntimeError: secret") == 3
+        assert answer.json()["error"]["type"] == ("api_error" if "messages" in route else "InternalServerError")
+    assert caplog.text.count("RuntimeError: secret") == 5
 
 
 # --- keys --------------------------------------------------------------------------------------------------------------
