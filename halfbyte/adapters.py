@@ -30,6 +30,23 @@ class LoraModule:
     base_model_name: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Which adapter an `LLM` uses for a prompt, with vLLM's names. lora_int_id: a positive number of the caller's own; what tells
+    adapters apart is the name. load_inplace: read the folder again, and let the name stand for what is there now."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        check_adapter_name(self.lora_name, "lora_name")
+        check_adapter_path(self.lora_path, "lora_path")
+        if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
+            raise UserError(f"lora_int_id must be an integer above 0, got {self.lora_int_id!r}", param="lora_int_id")
+
+
 class LoadedAdapter(msgspec.Struct, frozen=True):
     """An adapter that the engine holds. adapter_id: a positive number that only this load of it ever has."""
 

@@ -163,8 +163,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that the engine process needs, resolved once. lora: None when there are no adapters. `origins`: field -> default,
-    flag, checkpoint or platform."""
+    """Everything that the engine process needs, resolved once. lora: None when there are no adapters. `origins`: field ->
+    default, flag, checkpoint or platform."""
 
     model: ModelConfig
     cache: CacheConfig

@@ -1,4 +1,4 @@
-"""Which adapters there may be, and which there are from the start. The part of `resolve()` for `LoraConfig`, as pure as the whole.
+"""Which adapters there may be, and which are there from the start. The part of `resolve()` for `LoraConfig`, as pure.
 
 Flags that mean nothing without `--enable-lora` are refused without it. Knows options; knows no files and no models. Called by
 `resolve`.

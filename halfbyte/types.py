@@ -447,7 +447,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
     vocab_size is the width of the logits: token ids of requests are checked against it, never against the tokenizer.
     batch_invariant: a request's bits depend on nothing beside it. logprobs_mode: one of `LOGPROBS_MODES`.
-    max_loras: how many adapters may be loaded, 0: none. adapters: those that are. phases: (name, seconds) of the start-up, in order.
+    max_loras: how many adapters may be loaded, 0: none. adapters: those that are. phases: (name, seconds) of the start-up, in
+    order.
     """
 
     model: str

@@ -1,8 +1,8 @@
 """Names for prefixes: a chain of SHA-256 digests over full blocks of token ids.
 
-The digest of block i stands for *all* tokens up to its end, and for the request's cache salt and adapter, because block i's digest
-goes into that of block i + 1. The chain starts from a seed that is random per process: nobody outside can construct a collision
-or compare digests. Knows no blocks and no pool; called by the scheduler when a request arrives and as it grows.
+The digest of block i stands for *all* tokens up to its end, and for the request's cache salt and adapter, because block i's
+digest goes into that of block i + 1. The chain starts from a seed that is random per process: nobody outside can construct a
+collision or compare digests. Knows no blocks and no pool; called by the scheduler when a request arrives and as it grows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A LoRA adapter's folder as PEFT writes it: what its configuration asks, and which tensors it has, checked before one is read.
+"""A LoRA adapter's folder as PEFT writes it: what its configuration asks, which tensors it has, checked before one is read.
 
-What this build cannot apply is refused by name: an adapter is applied whole or not at all. Messages name files, fields and modules,
-never other contents. Knows the container; knows of models only names and sizes. Called by `adapters`.
+What this build cannot apply is refused by name: an adapter is applied whole or not at all. Messages name files, fields and
+modules, never other contents. Knows the container; knows of models only names and sizes. Called by `adapters`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoredPart:
 def read_adapter(path: str, modules: Mapping[str, Shape], max_rank: int) -> tuple[Path, dict[str, StoredPart]]:
     """(the weight file, what it has for which of the modules). modules: by their names in the model's checkpoint.
 
-    NotFoundError when there is no adapter, ModelFileError for one that is damaged, UnsupportedError for one that cannot be applied.
+    NotFoundError when there is no adapter, ModelFileError when it is damaged, UnsupportedError when it cannot be applied.
     """
     folder = _find(path)
     config = _Config(folder / CONFIG_NAME, max_rank)

@@ -1,8 +1,8 @@
 """The LoRA adapters of a model: memory at each of its linear layers, who sits where, and loading one from its folder.
 
-Every adapter has a seat, the same at all layers, from when it is loaded until it is removed. Memory for all seats is taken at start,
-so that the cache's size is exact whatever is loaded later. Knows linear layers; knows no names that users gave, and no requests.
-Called by the runner.
+Every adapter has a seat, the same at all layers, from when it is loaded until it is removed. Memory for all seats is taken at
+start, so that the cache's size is exact whatever is loaded later. Knows linear layers; knows no names that users gave, and no
+requests. Called by the runner.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Adapters:
 
     @torch.inference_mode()
     def add(self, adapter_id: int, path: str) -> None:
-        """Load the adapter in the folder `path`. Raises as `read_adapter`, with nothing changed; OverloadedError without a seat."""
+        """Load the adapter in the folder `path`. Errors change nothing: as `read_adapter`; OverloadedError without a seat."""
         weights, parts = read_adapter(path, self._modules, self._max_rank)
         loaded = _load(weights, parts)
         if not self._free:

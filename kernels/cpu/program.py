@@ -251,7 +251,8 @@ class Program:
         metadata: Sequence[AttentionMetadata] = (),
     ) -> Tensor:
         """OUTPUT as float32 [num_tokens, width]. input_TE: what the first operation that reads INPUT wants; token_ids_T and
-        positions_T: int64; seat_T: int32, of each token's adapter, 0 for none; None: no token has one. metadata: one per KV group.
+        positions_T: int64; seat_T: int32, where each token's adapter sits, 0 for none; None: no token has one. metadata: one per
+        KV group.
 
         A program needs those of them that its operations read.
         """
