@@ -24,7 +24,7 @@ class EngineAdapters:
         self._num_requests: dict[int, int] = {}  # of those that the runner holds
 
     def load(self, path: str, replaces: int | None = None) -> int:
-        """The new adapter's id. replaces: unloaded when this one is there. Errors change nothing: as `Runner.add_adapter`."""
+        """The new adapter's id. replaces: one that is to be unloaded next. Errors change nothing: as `Runner.add_adapter`."""
         if len(self._loaded - {replaces}) >= self._max_loras:
             raise UserError(
                 f"{self._max_loras} adapters are loaded, and --max-loras allows no more; unload one", param="lora_name"
@@ -33,8 +33,6 @@ class EngineAdapters:
         self._runner.add_adapter(adapter_id, path)
         self._loaded.add(adapter_id)
         self._num_requests[adapter_id] = 0
-        if replaces is not None:
-            self.unload(replaces)
         return adapter_id
 
     def unload(self, adapter_id: int) -> None:

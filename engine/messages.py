@@ -82,7 +82,7 @@ class WakeUp(Order[EngineState], tag=True):
 
 
 class LoadAdapter(Order["AdapterWasLoaded"], tag=True):
-    """Load the adapter in a folder. replaces: the id of one that is unloaded when this one is there."""
+    """Load the adapter in a folder. replaces: the id of one that will be unloaded for it: it does not count any more."""
 
     path: str
     replaces: int | None = None

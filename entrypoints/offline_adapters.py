@@ -70,6 +70,8 @@ class OfflineAdapters:
                 self._wait(self._client.control(UnloadAdapter(self._held.pop(unwanted[0]).adapter_id)))
             replaced = None if held is None else held.adapter_id
             done = self._wait(self._client.control(LoadAdapter(request.lora_path, replaced)))
+            if replaced is not None:
+                self._wait(self._client.control(UnloadAdapter(replaced)))
             held = _Held(request.lora_path, done.adapter_id)
         self._held[request.lora_name] = held
 

@@ -58,13 +58,11 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
 
 def check_adapter_name(name: object, param: str) -> str:
     """The name, if it can be one. UserError names `param`."""
-    is_text = isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and name == name.strip()
-    if not is_text or name in (".", "..") or _NOT_IN_NAMES.intersection(name):
-        raise UserError(
-            f"{param} must be 1 to {MAX_NAME_CHARS} printable characters without slashes, got {_shown(name)}", param=param
-        )
-    assert isinstance(name, str)
-    return name
+    if isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name == name.strip() and _is_label(name):
+        return name
+    raise UserError(
+        f"{param} must be 1 to {MAX_NAME_CHARS} printable characters without slashes, got {_shown(name)}", param=param
+    )
 
 
 def check_adapter_path(path: object, param: str) -> str:
@@ -98,6 +96,10 @@ def parse_lora_module(given: object) -> LoraModule:
         raise UserError(f"--lora-modules: base_model_name must be a text, got {base!r}", param=param)
     name, path = values["name"], values["path"]
     return LoraModule(check_adapter_name(name, param), check_adapter_path(path, param), base)
+
+
+def _is_label(name: str) -> bool:
+    return name.isprintable() and name not in (".", "..") and not _NOT_IN_NAMES.intersection(name)
 
 
 def _shown(value: object) -> str:

@@ -127,9 +127,9 @@ def config_lines(config: EngineConfig) -> list[str]:
         words = [_with_origin(name, getattr(part, name), config.origins) for name in names]
         lines.append(f"{title}: {' '.join(words)}")
     if (lora := config.lora) is not None:
-        names = ", ".join(module.name for module in lora.modules) or "none"
+        modules = ", ".join(module.name for module in lora.modules) or "none"
         counts = (_with_origin(name, getattr(lora, name), config.origins) for name in ("max_loras", "max_lora_rank"))
-        lines.append(f"adapters: {' '.join(counts)}; at start: {names}")
+        lines.append(f"adapters: {' '.join(counts)}; at start: {modules}")
     lines.append(_with_origin("attention_backend", config.attention_backend, config.origins))
     return lines
 

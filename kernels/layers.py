@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import Refusal, UnsupportedError
-from halfbyte.kernels import lora as lora_law
+from halfbyte.kernels import lora
 from halfbyte.kernels.activation import GATED_ACTIVATIONS
 from halfbyte.kernels.lora import StackedLora
 from halfbyte.kernels.norm import HeadNorms, norm_heads, rms_norm
@@ -43,7 +43,7 @@ class LayerKernels(Protocol):
         """act(gate) * up -> [T, I]; name: a key of `GATED_ACTIVATIONS`."""
         ...
 
-    def add_lora(self, y_TO: Tensor, x_TE: Tensor, lora: StackedLora, seat_T: Tensor) -> Tensor:
+    def add_lora(self, y_TO: Tensor, x_TE: Tensor, adapters: StackedLora, seat_T: Tensor) -> Tensor:
         """y with what each token's adapter adds to it; y may be changed."""
         ...
 
@@ -68,8 +68,8 @@ class TorchLayers:
     def gated(self, name: str, gate_up_TJ: Tensor) -> Tensor:
         return GATED_ACTIVATIONS[name](gate_up_TJ)
 
-    def add_lora(self, y_TO: Tensor, x_TE: Tensor, lora: StackedLora, seat_T: Tensor) -> Tensor:
-        return lora_law.add_lora(y_TO, x_TE, lora, seat_T)
+    def add_lora(self, y_TO: Tensor, x_TE: Tensor, adapters: StackedLora, seat_T: Tensor) -> Tensor:
+        return lora.add_lora(y_TO, x_TE, adapters, seat_T)
 
 
 TORCH_LAYERS = TorchLayers()

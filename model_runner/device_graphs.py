@@ -172,8 +172,8 @@ class DeviceGraphs:
             layers.clear()
             forward = self._forward
             seat_T = None if self._seat_T is None else self._seat_T[:size]
-            where = [], forward.caches, forward.layout.group_of_layer
-            context = _CuttingContext(*where, self._buffers, cut, layers, seat_T=seat_T)
+            groups = forward.layout.group_of_layer
+            context = _CuttingContext([], forward.caches, groups, self._buffers, cut, layers, seat_T=seat_T)
             self._buffers.put("hidden", forward.model(self._ids_T[:size], self._positions_T[:size], context))
 
         run(_no_cut)

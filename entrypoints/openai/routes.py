@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfbyte.entrypoints.decisions.results import Decision
-from halfbyte.entrypoints.openai import admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import adapters, admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
@@ -44,6 +44,7 @@ def add_routes(app: FastAPI, frontend: Frontend) -> None:
     _add_inference(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
+        _add_adapters(routes)
         for route in admin.ROUTES:
             routes.admin(route)
 
@@ -64,6 +65,15 @@ def _add_inference(routes: RouteTable) -> None:
     post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
     text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
     post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+
+
+def _add_adapters(routes: RouteTable) -> None:
+    """Routes of operators that take a body."""
+    load, unload = (
+        Answers(summary, str, errors=DECIDING) for summary in ("Serve a LoRA adapter", "Serve a LoRA adapter no more")
+    )
+    routes.post("/v1/load_lora_adapter", "adapter-", adapters.LoadAdapterRequest, adapters.load, load, is_admin=True)
+    routes.post("/v1/unload_lora_adapter", "adapter-", adapters.UnloadAdapterRequest, adapters.unload, unload, is_admin=True)
 
 
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
@@ -87,13 +97,22 @@ class RouteTable:
         keyed = bool(frontend.config.api_keys)
         app.openapi = cache(lambda: build_document(self._operations, keyed=keyed))  # type: ignore[method-assign]
 
-    def post(self, path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel], answers: Answers) -> None:
+    def post(
+        self,
+        path: str,
+        prefix: str,
+        model: type[RequestModel],
+        handler: Handler[RequestModel],
+        answers: Answers,
+        *,
+        is_admin: bool = False,
+    ) -> None:
         """A call with a body, a public id that begins with `prefix`, and a line in the log."""
 
         async def endpoint(request: Request) -> Response:
             return await answer(self._frontend, request, prefix, model, handler)
 
-        self._add(endpoint, Operation("POST", path, model, answers))
+        self._add(endpoint, Operation("POST", path, model, answers, is_admin))
 
     def say(self, path: str, respond: Callable[[], Response], answers: Answers, *methods: str) -> None:
         """What the server knows of itself."""

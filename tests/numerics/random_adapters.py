@@ -36,8 +36,8 @@ def write_adapter(
     prefix: str = PREFIX,
     **settings: Any,
 ) -> Path:
-    """An adapter that adds to each of these modules about `strength` times what it has. settings: more of the configuration; ranks
-    are those of its rank_pattern."""
+    """An adapter that adds to each of these modules about `strength` times what it has. settings: more of the configuration;
+    ranks are those of its rank_pattern."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     ranks = settings.get("rank_pattern", {})
