@@ -83,7 +83,7 @@ def read_adapter(path: str, modules: Mapping[str, Shape], max_rank: int) -> tupl
     if unknown:
         reason = f"{weights}: the model has no modules for {_listed(unknown)}"
         raise UnsupportedError(
-            Refusal(reason, f"it has {_listed(sorted({_leaf(name) for name in modules}))}, in layers like its own")
+            Refusal(reason, f"adapters of this model have names like {_PREFIX}{next(iter(modules))}.lora_A.weight")
         )
     if not found:
         raise ModelFileError(f"{weights} holds no tensors")
@@ -195,10 +195,6 @@ def _matches(key: str, module: str) -> bool:
     if key.startswith("^"):
         return module == key[1:]
     return module == key or module.endswith(f".{key}")
-
-
-def _leaf(module: str) -> str:
-    return module.rpartition(".")[2]
 
 
 def _listed(names: Sequence[str]) -> str:
