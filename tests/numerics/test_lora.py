@@ -282,6 +282,11 @@ def test_damaged_and_absent_adapters_are_refused_and_change_nothing(
     assert llm.generate([SHARED], ASK, use_tqdm=False)[0].outputs[0].token_ids == before
 
 
+def test_a_start_with_an_adapter_that_is_not_there_stops(open_llm: Callable[..., closing[LLM]], tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no adapter at"):
+        open_llm(lora_modules=[{"name": "absent", "path": str(tmp_path)}])
+
+
 def test_memory_is_counted(llm: LLM, model: tuple[Path, dict[str, Any]]) -> None:
     """Room for two adapters and one that is being replaced, in the report, whatever is loaded."""
     [line] = [line for line in llm.info.report if line.startswith("adapters: room")]
