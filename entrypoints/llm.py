@@ -188,26 +188,29 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
+        lora_request: LoRARequests = None,
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first. Prompts are as `generate` has them.
 
-        concurrency_limit: how many prompts are searched for at once (default: all). UserError names a wrong argument before
-        anything is computed.
+        lora_request: as `generate`. concurrency_limit: how many prompts are searched for at once (default: all). UserError names
+        a wrong argument before anything is computed.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             raise UserError(f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit")
         step = step_params(self.info, params.beam_width, "beam_width")
         ends = () if params.ignore_eos else self.info.eos_token_ids
         jobs = []
-        for prompt in self._prompt_list(prompts):
+        prompt_list = self._prompt_list(prompts)
+        adapters = self._adapters.of_prompts(lora_request, len(prompt_list))
+        for prompt, (_, adapter_id) in zip(prompt_list, adapters, strict=True):
             job = self._job(prompt, step)
             self._maker.limits.check_prompt(job.prompt_token_ids)
             num_tokens = self._maker.limits.effective_max_tokens(params.max_tokens, len(job.prompt_token_ids))
             search = BeamSearch(job.prompt_token_ids, params.beam_width, num_tokens, params.length_penalty, ends)
-            jobs.append(BeamJob(search, job.cache_salt))
+            jobs.append(BeamJob(search, job.cache_salt, adapter_id))
         with tqdm(total=len(jobs), desc="Searching", unit="prompt", disable=not use_tqdm) as progress:
             find_beams(self._maker, self._client, jobs, step, concurrency_limit or len(jobs), progress.update)
         return [BeamSearchOutput([self._sequence(job.search, beam, params) for beam in job.search.best()]) for job in jobs]

@@ -61,6 +61,9 @@ class StackedLora:
     def nbytes(self) -> int:
         return self.a_SNE.nbytes + self.b_SOR.nbytes + self.scale_SP.nbytes
 
+    def move(self, place: torch.device) -> None:
+        self.a_SNE, self.b_SOR, self.scale_SP = (tensor.to(place) for tensor in (self.a_SNE, self.b_SOR, self.scale_SP))
+
     def put(self, seat: int, parts: Sequence[LoraPart | None]) -> None:
         a_NE, b_OR = self.a_SNE[seat - 1].zero_(), self.b_SOR[seat - 1].zero_()
         scales = [0.0 if part is None else part.scale for part in parts]

@@ -7,7 +7,7 @@ requests. Called by the runner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,29 +68,48 @@ class Adapters:
     def remove(self, adapter_id: int) -> None:
         self._free.append(self._seat_of.pop(adapter_id))
 
+    def attach(self, model: Model | CpuModel) -> None:
+        """Put them beside the layers of `model`, which takes the place of one of the same form."""
+        for (_, layer), site in zip(_linear_layers(model), self._sites, strict=True):
+            if isinstance(model, CpuModel):
+                assert isinstance(site.weights, PackedLora)
+                site.weights.engine = model.engine
+                layer.packed_lora = site.weights
+            else:
+                assert isinstance(site.weights, StackedLora)
+                layer.lora = LinearLora(site.weights, layer_kernels(layer.weight.device))
+
+    def move(self, place: torch.device) -> None:
+        """Where weights are tensors of a device: to another."""
+        for site in self._sites:
+            if isinstance(site.weights, StackedLora):
+                site.weights.move(place)
+
 
 def attach_adapters(model: Model | CpuModel, config: LoraConfig, dtype: str) -> Adapters:
     """Give every linear layer of the model room for adapters in `dtype`. To be called before the first step."""
-    torch_dtype, inner = getattr(torch, dtype), model.model if isinstance(model, CpuModel) else model
     memory = WeightMemory()
     sites: list[_Site] = []
     modules: dict[str, Shape] = {}
-    for path, layer in inner.named_modules():
-        if not isinstance(layer, Linear):
-            continue
-        num_inputs, size = layer.weight.shape[1], (config.num_seats, config.max_lora_rank, torch_dtype)
-        outputs = tuple(layer.shards.values())
+    size = config.num_seats, config.max_lora_rank, getattr(torch, dtype)
+    for path, layer in _linear_layers(model):
+        num_inputs, outputs = layer.weight.shape[1], tuple(layer.shards.values())
         names = tuple(checkpoint_name(f"{path.rpartition('.')[0]}.{shard}") for shard in layer.shards)
         weights: LoraWeights
         if isinstance(model, CpuModel):
-            weights = layer.packed_lora = PackedLora(model.engine, outputs, num_inputs, *size, model.product_type, memory)
+            weights = PackedLora(model.engine, outputs, num_inputs, *size, model.product_type, memory)
         else:
-            place = layer.weight.device
-            stacked = weights = StackedLora(outputs, num_inputs, *size, place)
-            layer.lora = LinearLora(stacked, layer_kernels(place))
+            weights = StackedLora(outputs, num_inputs, *size, layer.weight.device)
         sites.append(_Site(weights, names))
         modules |= {name: Shape(num_outputs, num_inputs) for name, num_outputs in zip(names, outputs, strict=True)}
-    return Adapters(sites, modules, config)
+    adapters = Adapters(sites, modules, config)
+    adapters.attach(model)
+    return adapters
+
+
+def _linear_layers(model: Model | CpuModel) -> Iterator[tuple[str, Linear]]:
+    inner = model.model if isinstance(model, CpuModel) else model
+    return ((path, layer) for path, layer in inner.named_modules() if isinstance(layer, Linear))
 
 
 def _load(weights: Path, parts: Mapping[str, StoredPart]) -> dict[str, LoraPart]:

@@ -205,6 +205,8 @@ class ModelRunner:
         elif not self.device.is_host and "model" in self.__dict__ and isinstance(self.model, Model):
             self.model.to("cpu")
             self._offloaded = True
+        if self.adapters is not None:  # they stay as they were loaded: their files may have changed
+            self.adapters.move(torch.device("cpu"))
         if isinstance(self.device, Accelerator):
             self.device.trim()
         trim_heap()
@@ -216,12 +218,16 @@ class ModelRunner:
         if part not in self.missing:
             return
         if part == "weights":
+            if self.adapters is not None:
+                self.adapters.move(self.device.place)
             if self._offloaded:
                 self.model.to(self.device.place)  # type: ignore[union-attr]
                 self._offloaded = False
                 return
             assert self._reload is not None, "a runner that dropped its weights can load them"
             self.model = self._reload()
+            if self.adapters is not None:
+                self.adapters.attach(self.model)
             self._compiled = self._compile()
             return
         if "weights" in self.missing:
@@ -303,6 +309,8 @@ class ModelRunner:
     def add_adapter(self, adapter_id: int, path: str) -> None:
         """As `Runner`; the engine has `--enable-lora`."""
         assert self.adapters is not None
+        if "weights" in self.missing:
+            raise UserError("the engine is asleep, without its weights; wake it up first")
         self.adapters.add(adapter_id, path)
 
     def remove_adapter(self, adapter_id: int) -> None:

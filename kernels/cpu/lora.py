@@ -21,7 +21,7 @@ from halfbyte.kernels.lora import LoraPart
 
 
 class PackedLora:
-    """outputs: of each part of the product; rows: what the product reads. dtype: of the adapters' numbers."""
+    """outputs: of each part of the product; rows: what the product reads. dtype: of the adapters' numbers. engine: packs them."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class PackedLora:
         assert len(outputs) <= abi.MAX_PARTS
         self.max_ranks = max_rank * len(outputs)
         self.table: Any = (abi.Lora * (num_seats + 1))()
-        self._engine = engine
+        self.engine = engine
         self._dtype = dtype
         self._pairs = rows is RowType.BF16
         kinds = dense_kind(dtype, pairs=self._pairs), dense_kind(dtype)
@@ -57,12 +57,12 @@ class PackedLora:
         if found:
             memory, scales_N = WeightMemory(0, self._memory[seat - 1]), self._scales[seat - 1]
             a_NE = torch.cat([part.a_RE for part in found]).to(self._dtype)
-            entry.a = pack_dense(self._engine, a_NE, memory, pairs=self._pairs).structure(0)
+            entry.a = pack_dense(self.engine, a_NE, memory, pairs=self._pairs).structure(0)
             entry.scales = scales_N.data_ptr()
             column = 0
             for index, part in enumerate(parts):
                 if part is not None:
-                    entry.b[index] = pack_dense(self._engine, part.b_OR.to(self._dtype), memory).structure(column)
+                    entry.b[index] = pack_dense(self.engine, part.b_OR.to(self._dtype), memory).structure(column)
                     scales_N[column : column + part.rank] = part.scale
                     column += part.rank
         self.table[seat] = entry

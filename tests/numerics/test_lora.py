@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from halfbyte import LLM, LoRARequest, SamplingParams
+from halfbyte import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from halfbyte.config import EngineOptions
 from halfbyte.engine.build import build_engine
 from halfbyte.engine.client import InProcessClient
@@ -285,6 +285,36 @@ def test_damaged_and_absent_adapters_are_refused_and_change_nothing(
 def test_a_start_with_an_adapter_that_is_not_there_stops(open_llm: Callable[..., closing[LLM]], tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no adapter at"):
         open_llm(lora_modules=[{"name": "absent", "path": str(tmp_path)}])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_adapters_outlast_a_sleep(
+    open_llm: Callable[..., closing[LLM]], model: tuple[Path, dict[str, Any]], tmp_path: Path, backend: str
+) -> None:
+    """At level 2 the weights are read again; adapters are those that were loaded, whatever has become of their folders."""
+    path = write_adapter(tmp_path / "a", model[1], seed=1)
+    adapter = LoRARequest("a", 1, str(path))
+    with open_llm(**backend_options(backend)) as llm:
+        before = generate(llm, [SHARED], [adapter])
+        assert before != generate(llm, [SHARED], [None])
+        shutil.rmtree(path)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert generate(llm, [SHARED], [adapter]) == before
+        write_adapter(tmp_path / "b", model[1], seed=2)
+        again = generate(llm, [SHARED] * 2, [adapter, LoRARequest("b", 2, str(tmp_path / "b"))])
+        assert again[0][0] == before[0][0] != again[1][0]
+
+
+def test_beams_have_the_adapter(llm: LLM, model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    adapter = LoRARequest("beams", 1, str(write_adapter(tmp_path, model[1], seed=1)))
+    params = BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True)
+    [found, base] = llm.beam_search([SHARED] * 2, params, [adapter, None])
+    assert [found.sequences[0].tokens[-12:], base.sequences[0].tokens[-12:]] == [
+        tokens for tokens, _ in generate(llm, [SHARED] * 2, [adapter, None])
+    ]
+    assert found != base
 
 
 def test_memory_is_counted(llm: LLM, model: tuple[Path, dict[str, Any]]) -> None:
