@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.engine.client import EngineClient
 from halfbyte.engine.generation import Generation
 from halfbyte.engine.messages import Answer, EngineState, Order
@@ -56,7 +57,7 @@ class AsyncEngine:
         self.limits = self._maker.limits
         self.tokenizer = tokenizer
         self.default_sampling = default_sampling or {}
-        self.metrics = EngineMetrics(client.info, served_name or client.info.model)
+        self.metrics = EngineMetrics(client.info, served_name or client.info.model, self._adapters_in_use)
         self.totals = Totals()
         self.dead: str | None = None
         self.died = asyncio.Event()
@@ -106,6 +107,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: LoadedAdapter | None = None,
         grammar: str | None = None,
         thinking: Thinking | None = None,
         marks: Mapping[int, str] | None = None,
@@ -118,21 +120,34 @@ class AsyncEngine:
         """
         self._require_alive()
         requests = self._maker.make(
-            prompt_token_ids, params, priority=priority, cache_salt=cache_salt, grammar=grammar, thinking=thinking
+            prompt_token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter_id=_id_of(adapter),
+            grammar=grammar,
+            thinking=thinking,
         )
         if not is_admitted:
             self.admit(params.n, len(prompt_token_ids))
-        return self._start(requests, params, marks)
+        return self._start(requests, params, marks, adapter)
 
     def read(
-        self, prompt_token_ids: list[int], token_ids: list[int], *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        token_ids: list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> Generation:
         """Start to read the log probabilities of `token_ids` behind the prompt, which may fill the whole context: one delta, with
         them as the alternatives of the most likely token. Errors as `generate`; whoever makes many reads for one call admits
         them together."""
         self._require_alive()
-        request = self._maker.make_read(prompt_token_ids, token_ids, priority=priority, cache_salt=cache_salt)
-        return self._start([request], request.sampling, None)
+        of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter_id": _id_of(adapter)}
+        request = self._maker.make_read(prompt_token_ids, token_ids, **of_call)
+        return self._start([request], request.sampling, None, adapter)
 
     async def control(self, action: Order[Answer]) -> Answer:
         """Have the engine carry out an action, between two steps. Raises the HalfbyteError that it raised there; EngineDeadError
@@ -170,17 +185,31 @@ class AsyncEngine:
             self.state = state
             self.metrics.record_sleep(state.sleep_level)
 
+    def _adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Names of the adapters of requests that run, and of those that wait."""
+        names: tuple[set[str], set[str]] = set(), set()
+        for generation in self._generations:
+            if generation.adapter is not None:
+                names[0 if generation.started else 1].add(generation.adapter.name)
+        return names
+
     def _require_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
 
-    def _start(self, requests: list[EngineRequest], params: SamplingParams, marks: Mapping[int, str] | None) -> Generation:
+    def _start(
+        self,
+        requests: list[EngineRequest],
+        params: SamplingParams,
+        marks: Mapping[int, str] | None,
+        adapter: LoadedAdapter | None,
+    ) -> Generation:
         """Hand over the sequences of one prompt."""
         first = requests[0]
         metrics = self.metrics.request_added(
             len(first.prompt_token_ids), first.arrival_s, num_sequences=len(requests), max_tokens=max(1, first.max_tokens)
         )
-        generation = Generation([r.request_id for r in requests], metrics, self._abandon)
+        generation = Generation([r.request_id for r in requests], metrics, self._abandon, adapter)
         for index, request in enumerate(requests):
             self._processor.add(request.request_id, index, first.prompt_token_ids, params, marks=marks)
             self._generation_of[request.request_id] = generation
@@ -271,3 +300,7 @@ class AsyncEngine:
         if open_ids := self._forget(generation):
             self._client.abort(open_ids)
             generation.metrics.abandoned(time.monotonic())
+
+
+def _id_of(adapter: LoadedAdapter | None) -> int:
+    return 0 if adapter is None else adapter.adapter_id

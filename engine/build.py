@@ -16,7 +16,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.config import EngineConfig, EngineOptions
+from halfbyte.engine.adapters import EngineAdapters
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.front import find_model, load_front
 from halfbyte.engine.grammar.preparation import Preparation
@@ -80,6 +82,9 @@ def build_engine(
     phases.end("resolve configuration, import torch")
     runner = load_runner(config, files, decoder, platform)
     phases.end("load weights")
+    adapters, loaded = load_adapters(config, runner)
+    if adapters is not None:
+        phases.end("load adapters")
     tokenizer = cache(lambda: load_front(options).tokenizer)
     parts = prepare_parts(config, files, runner, tokenizer, log.info)
     runner.set_parts(parts.layers)
@@ -113,8 +118,19 @@ def build_engine(
     worth_waiting = 1 if platform.device == "cpu" else WORTH_WAITING_TOKENS
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len, worth_waiting_tokens=worth_waiting)
     preparation = Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
-    core = EngineCore(scheduler, runner, preparation, async_scheduling=config.scheduler.async_scheduling)
-    return core, _info(config, decoder, capacity, runner, phases.done)
+    core = EngineCore(scheduler, runner, preparation, adapters, async_scheduling=config.scheduler.async_scheduling)
+    return core, _info(config, decoder, capacity, runner, phases.done, loaded)
+
+
+def load_adapters(config: EngineConfig, runner: ModelRunner) -> tuple[EngineAdapters | None, list[LoadedAdapter]]:
+    """Those of `--lora-modules`. Raises the error of the first that cannot be applied."""
+    if config.lora is None:
+        return None, []
+    adapters = EngineAdapters(runner, config.lora.max_loras)
+    return adapters, [
+        LoadedAdapter(module.name, module.path, adapters.load(module.path), module.base_model_name)
+        for module in config.lora.modules
+    ]
 
 
 def resolve_all(
@@ -248,7 +264,12 @@ def _kv_layers(names: Sequence[str], layout: KVLayout) -> list[KVLayers]:
 
 
 def _info(
-    config: EngineConfig, decoder: DecoderConfig, capacity: KVCapacity, runner: ModelRunner, phases: list[tuple[str, float]]
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    capacity: KVCapacity,
+    runner: ModelRunner,
+    phases: list[tuple[str, float]],
+    adapters: list[LoadedAdapter],
 ) -> EngineInfo:
     return EngineInfo(
         model=config.model.model,
@@ -273,6 +294,8 @@ def _info(
         max_concurrency=capacity.max_concurrency,
         kv_layers=_kv_layers(config.cache.layer_dtypes, capacity.layout),
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_loras=0 if config.lora is None else config.lora.max_loras,
+        adapters=adapters,
         phases=phases,
         report=[*config_lines(config), *runner.report, *capacity.lines()],
     )

@@ -10,22 +10,26 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from halfbyte.engine.adapters import EngineAdapters
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.messages import (
     Action,
+    AdapterWasLoaded,
     CacheWasReset,
     Control,
     EngineState,
     Failed,
+    LoadAdapter,
     Pause,
     Reply,
     ResetPrefixCache,
     Result,
     Resume,
     Sleep,
+    UnloadAdapter,
     WakeUp,
 )
-from halfbyte.errors import HalfbyteError
+from halfbyte.errors import HalfbyteError, Refusal, UnsupportedError
 from halfbyte.types import MEMORY_PARTS
 
 log = logging.getLogger(__name__)
@@ -90,10 +94,26 @@ def _state(core: EngineCore) -> EngineState:
     return EngineState(core.is_paused, core.sleep_level, missing)
 
 
+def _load_adapter(core: EngineCore, action: LoadAdapter) -> AdapterWasLoaded:
+    return AdapterWasLoaded(_adapters(core).load(action.path, action.replaces))
+
+
+def _unload_adapter(core: EngineCore, action: UnloadAdapter) -> None:
+    _adapters(core).unload(action.adapter_id)
+
+
+def _adapters(core: EngineCore) -> EngineAdapters:
+    if core.adapters is None:
+        raise UnsupportedError(Refusal("this engine has no adapters", "start it with --enable-lora"))
+    return core.adapters
+
+
 _ACTIONS: dict[type[Action], Callable[[EngineCore, Any], Result | None]] = {
     ResetPrefixCache: _reset_prefix_cache,
     Pause: _pause,
     Resume: _resume,
     Sleep: _sleep,
     WakeUp: _wake_up,
+    LoadAdapter: _load_adapter,
+    UnloadAdapter: _unload_adapter,
 }

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from halfbyte.engine.adapters import EngineAdapters
 from halfbyte.engine.grammar.constraint import RequestConstraint, fill_masks
 from halfbyte.engine.grammar.preparation import Preparation
 from halfbyte.engine.scheduler import Scheduler
@@ -35,15 +36,22 @@ class _Step:
 class EngineCore:
     """Owns one scheduler and one runner. `add` and `abort` take effect at the next `step`.
 
-    preparation: where constrained requests wait for their grammars; without one there may be none. is_paused, sleep_level:
-    while either is set, requests wait (`engine.controls`).
+    preparation: where constrained requests wait for their grammars; without one there may be none. adapters: those that requests
+    may name, None: none. is_paused, sleep_level: while either is set, requests wait (`engine.controls`).
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, preparation: Preparation | None = None, *, async_scheduling: bool = False
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        preparation: Preparation | None = None,
+        adapters: EngineAdapters | None = None,
+        *,
+        async_scheduling: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.adapters = adapters
         self._preparation = preparation
         self._num_ahead = 1 if async_scheduling else 0
         self._in_flight: deque[_Step] = deque()
@@ -53,7 +61,9 @@ class EngineCore:
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         for request in requests:
-            if request.constraint is None:
+            if error := self._refuse_adapter(request):
+                self._outputs.append(EngineOutput.failed(request.request_id, error))
+            elif request.constraint is None:
                 self._enqueue(request)
             else:
                 assert self._preparation is not None, "this engine takes constraints"
@@ -82,6 +92,10 @@ class EngineCore:
         if self._in_flight:
             self._sample(self._in_flight[-1])
         outputs, self._outputs = self._outputs, []
+        if self.adapters is not None:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.adapters.end(output.request_id)
         stats = self.scheduler.stats()
         stats.num_waiting += len(self._preparation or ())
         return StepOutput(outputs=outputs, stats=stats, timestamp_s=time.monotonic())
@@ -117,6 +131,11 @@ class EngineCore:
 
     def _can_compute(self) -> bool:
         return bool(self._outputs or self._in_flight) or self.scheduler.has_work()
+
+    def _refuse_adapter(self, request: EngineRequest) -> str | None:
+        if not request.adapter_id:
+            return None
+        return "this engine has no adapters" if self.adapters is None else self.adapters.begin(request)
 
     def _enqueue(self, request: EngineRequest, constraint: RequestConstraint | None = None) -> None:
         if refusal := self.scheduler.add(request, constraint):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.engine.metrics import RequestMetrics
 from halfbyte.engine.output_processor import SequenceDelta
 
@@ -16,9 +17,16 @@ from halfbyte.engine.output_processor import SequenceDelta
 class Generation:
     """Yields SequenceDelta until each of `request_ids` has had its finish, or raises what ended it."""
 
-    def __init__(self, request_ids: list[str], metrics: RequestMetrics, abandon: Callable[[Generation], None]) -> None:
+    def __init__(
+        self,
+        request_ids: list[str],
+        metrics: RequestMetrics,
+        abandon: Callable[[Generation], None],
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
         self.request_ids = request_ids
         self.metrics = metrics
+        self.adapter = adapter
         self.started = False
         self._num_open = len(request_ids)
         self._deltas: asyncio.Queue[SequenceDelta | Exception] = asyncio.Queue()

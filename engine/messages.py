@@ -81,8 +81,25 @@ class WakeUp(Order[EngineState], tag=True):
     tags: list[MemoryPart] = msgspec.field(default_factory=list)
 
 
-Action = ResetPrefixCache | Pause | Resume | Sleep | WakeUp
-Result = CacheWasReset | EngineState
+class LoadAdapter(Order["AdapterWasLoaded"], tag=True):
+    """Load the adapter in a folder. replaces: the id of one that will be unloaded for it: it does not count any more."""
+
+    path: str
+    replaces: int | None = None
+
+
+class AdapterWasLoaded(msgspec.Struct, tag=True):
+    adapter_id: int
+
+
+class UnloadAdapter(Order[None], tag=True):
+    """Let no new request use an adapter; an id that is not loaded is ignored."""
+
+    adapter_id: int
+
+
+Action = ResetPrefixCache | Pause | Resume | Sleep | WakeUp | LoadAdapter | UnloadAdapter
+Result = CacheWasReset | EngineState | AdapterWasLoaded
 
 
 class Control(msgspec.Struct, tag=True):

@@ -7,7 +7,8 @@ gives it. Only what the engine really measures is here. Times are `time.monotoni
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar
 
@@ -16,13 +17,18 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from halfbyte.types import EngineInfo, EngineOutput, StepOutput
+
+AdaptersInUse = Callable[[], tuple[Set[str], Set[str]]]
 
 # The client library would add a `_created` series to each counter and histogram; no dashboard knows them.
 disable_created_metrics()
@@ -65,9 +71,14 @@ def buckets_1_2_5(largest: int) -> list[int]:
 
 
 class EngineMetrics:
-    """The collectors of one engine in a registry of their own. `served_name` is the value of the label model_name."""
+    """The collectors of one engine in a registry of their own. `served_name` is the value of the label model_name.
 
-    def __init__(self, info: EngineInfo, served_name: str) -> None:
+    adapters_in_use: names of the adapters of requests that run, and of those that wait; asked when metrics are.
+    """
+
+    def __init__(
+        self, info: EngineInfo, served_name: str, adapters_in_use: AdaptersInUse = lambda: (frozenset(), frozenset())
+    ) -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": served_name, "engine": "0"}
         ProcessCollector(registry=self._registry)
@@ -75,6 +86,8 @@ class EngineMetrics:
         self._make_request_metrics(info)
         self._make_sleep()
         self._make_info(info)
+        if info.max_loras:
+            self._registry.register(_AdapterInfo(info.max_loras, adapters_in_use))
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -200,6 +213,20 @@ class EngineMetrics:
         }
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is set up.", list(labels), registry=self._registry)
         _one(gauge, labels).set(1)
+
+
+class _AdapterInfo(Collector):
+    """Which adapters are in use, as labels; the value is the time at which that was so."""
+
+    def __init__(self, max_loras: int, adapters_in_use: AdaptersInUse) -> None:
+        self._max_loras, self._adapters_in_use = max_loras, adapters_in_use
+
+    def collect(self) -> Iterator[Metric]:
+        running, waiting = (",".join(sorted(names)) for names in self._adapters_in_use())
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that requests run with or wait for.", labels=labels)
+        family.add_metric([str(self._max_loras), waiting, running], time.time())
+        yield family
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ class RequestMaker:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter_id: int = 0,
         grammar: str | None = None,
         thinking: Thinking | None = None,
     ) -> list[EngineRequest]:
@@ -71,6 +72,7 @@ class RequestMaker:
                 max_tokens=max_tokens,
                 priority=priority,
                 cache_salt=cache_salt,
+                adapter_id=adapter_id,
                 bad_words_token_ids=bad_words,
                 constraint=constraint,
             )
@@ -78,7 +80,13 @@ class RequestMaker:
         ]
 
     def make_read(
-        self, prompt_token_ids: list[int], token_ids: list[int], *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        token_ids: list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter_id: int = 0,
     ) -> EngineRequest:
         """A request for the log probabilities of `token_ids` behind the prompt, which may fill the whole context."""
         self._check_common(prompt_token_ids, priority, cache_salt)
@@ -95,6 +103,7 @@ class RequestMaker:
             max_tokens=0,
             priority=priority,
             cache_salt=cache_salt,
+            adapter_id=adapter_id,
         )
 
     def compile_grammar(self, make: Callable[[], str], param: str) -> str:

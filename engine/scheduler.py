@@ -389,6 +389,7 @@ class Scheduler:
                 sampling=request.source.sampling,
                 stop_token_ids=request.stop_token_ids,
                 bad_words_token_ids=request.source.bad_words_token_ids,
+                adapter_id=request.source.adapter_id,
             )
         )
         return True
@@ -465,7 +466,8 @@ class Scheduler:
     def _extend_hashes(self, request: Request) -> None:
         manager = self.manager
         if manager.enable_prefix_caching:
-            extend_hashes(request.block_hashes, request.token_ids, manager.block_size, request.cache_salt, manager.content)
+            root = request.cache_salt, manager.content, request.source.adapter_id
+            extend_hashes(request.block_hashes, request.token_ids, manager.block_size, *root)
 
     def _end(self, request: Request, last: EngineOutput) -> EngineOutput:
         """Release all that a request holds; its row is released by the runner in the next step."""

@@ -219,6 +219,10 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
         kind="texts",
     ),
     _model("compile", "native compiles the model's PyTorch with torch.compile, without graphs", choices=lambda: COMPILE_MODES),
+    _model("enable-lora", "serve LoRA adapters beside the model (default: off)", kind="switch"),
+    _model("lora-modules", "adapters that are served from the start: NAME=FOLDER, or JSON with name and path", kind="texts"),
+    _model("max-loras", "adapters that may be loaded at a time (default: 4, or as many as --lora-modules)", kind="integer"),
+    _model("max-lora-rank", "highest rank of an adapter; memory is taken for it (default: 16)", kind="integer"),
     _cache("block-size", "tokens per KV block (default: 16)", kind="integer"),
     _cache("kv-cache-dtype", "format of cached keys and values", choices=kv_cache_dtypes, check=_check_kv_cache_dtype),
     _cache(
@@ -372,7 +376,6 @@ SERVER_FLAGS: tuple[Flag, ...] = (
 )
 
 _ONE_DEVICE = "this version runs on one device"
-_NO_LORA = "adapters cannot be loaded; merge them into the weights"
 _NO_PLUGINS = "a syntax of your own is a file for --tool-call-parser regex:FILE"
 _TEXT_ONLY = "models here read and write text only"
 _NO_SPECULATION = "there is no speculative decoding; leave it out"
@@ -392,8 +395,8 @@ REFUSED_FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("--data-parallel-rpc-port", "--data-parallel-backend", "--data-parallel-hybrid-lb"), _ONE_DEVICE),
     **dict.fromkeys(("--data-parallel-external-lb",), _ONE_DEVICE),
     **dict.fromkeys(("--api-server-count", "-asc"), "one process serves HTTP; run more servers behind a proxy"),
-    **dict.fromkeys(("--enable-lora", "--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"), _NO_LORA),
-    **dict.fromkeys(("--lora-modules",), _NO_LORA),
+    "--max-cpu-loras": "all adapters that are loaded can run; use --max-loras",
+    "--lora-dtype": "adapters have the model's --dtype",
     "--tool-parser-plugin": _NO_PLUGINS,
     "--tool-server": "the client runs the tools; leave it out",
     "--tool-strict-level": "tools that are strict say so in the request",

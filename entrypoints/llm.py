@@ -31,6 +31,7 @@ from halfbyte.entrypoints.decisions.results import Decided, Decision, as_decisio
 from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import find_temperatures
 from halfbyte.entrypoints.offline import BeamJob, find_beams
+from halfbyte.entrypoints.offline_adapters import LoRARequests, OfflineAdapters
 from halfbyte.entrypoints.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -71,6 +72,7 @@ class _Job:
     output: RequestOutput
     priority: int = 0
     cache_salt: str | None = None
+    adapter_id: int = 0
 
 
 class LLM:
@@ -115,6 +117,7 @@ class LLM:
         front = load_front(options)
         self.info = client.info
         self._client = client
+        self._adapters = OfflineAdapters(client)
         self._tokenizer = front.tokenizer
         self._default_sampling = front.default_sampling
         self._maker = RequestMaker(client.info, front.tokenizer, options.seed)
@@ -131,12 +134,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids` (and `cache_salt`).
 
-        Returns one RequestOutput per prompt, in the order of the prompts. UserError names a wrong argument before anything
-        is computed.
+        lora_request: the adapter of all prompts, or one for each, None for the model as it is. Returns one RequestOutput per
+        prompt, in the order of the prompts. UserError names a wrong argument before anything is computed.
         """
         prompt_list = self._prompt_list(prompts)
         params = self._params_for(sampling_params, len(prompt_list))
@@ -145,13 +149,14 @@ class LLM:
         jobs = [self._job(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
         for job, value in zip(jobs, priority or [0] * len(jobs), strict=True):
             job.priority = value
-        return self._run(jobs, use_tqdm)
+        return self._run(jobs, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -161,7 +166,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
 
-        tools: described to the model; what it makes of them is in the answers' text.
+        tools: described to the model; what it makes of them is in the answers' text. lora_request: as `generate`.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         params = self._params_for(sampling_params, len(conversations))
@@ -177,32 +182,35 @@ class LLM:
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False, seams=True)
             jobs.append(self._job({"prompt_token_ids": ids, "prompt": text.replace(SEAM, "")}, p))
-        return self._run(jobs, use_tqdm)
+        return self._run(jobs, use_tqdm, lora_request)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
+        lora_request: LoRARequests = None,
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first. Prompts are as `generate` has them.
 
-        concurrency_limit: how many prompts are searched for at once (default: all). UserError names a wrong argument before
-        anything is computed.
+        lora_request: as `generate`. concurrency_limit: how many prompts are searched for at once (default: all). UserError names
+        a wrong argument before anything is computed.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             raise UserError(f"concurrency_limit must be at least 1, got {concurrency_limit}", param="concurrency_limit")
         step = step_params(self.info, params.beam_width, "beam_width")
         ends = () if params.ignore_eos else self.info.eos_token_ids
         jobs = []
-        for prompt in self._prompt_list(prompts):
+        prompt_list = self._prompt_list(prompts)
+        adapters = self._adapters.of_prompts(lora_request, len(prompt_list))
+        for prompt, (_, adapter_id) in zip(prompt_list, adapters, strict=True):
             job = self._job(prompt, step)
             self._maker.limits.check_prompt(job.prompt_token_ids)
             num_tokens = self._maker.limits.effective_max_tokens(params.max_tokens, len(job.prompt_token_ids))
             search = BeamSearch(job.prompt_token_ids, params.beam_width, num_tokens, params.length_penalty, ends)
-            jobs.append(BeamJob(search, job.cache_salt))
+            jobs.append(BeamJob(search, job.cache_salt, adapter_id))
         with tqdm(total=len(jobs), desc="Searching", unit="prompt", disable=not use_tqdm) as progress:
             find_beams(self._maker, self._client, jobs, step, concurrency_limit or len(jobs), progress.update)
         return [BeamSearchOutput([self._sequence(job.search, beam, params) for beam in job.search.best()]) for job in jobs]
@@ -337,13 +345,21 @@ class LLM:
         output = RequestOutput("", text, ids, [CompletionOutput(index) for index in range(params.n)])
         return _Job(ids, params, output, cache_salt=salt)
 
-    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, jobs: list[_Job], use_tqdm: bool, lora_request: LoRARequests) -> list[RequestOutput]:
         self._require_awake()
+        for job, found in zip(jobs, self._adapters.of_prompts(lora_request, len(jobs)), strict=True):
+            job.output.lora_request, job.adapter_id = found
         processor = OutputProcessor(self._tokenizer)
         job_of: dict[str, _Job] = {}
         requests = []
         for number, job in enumerate(jobs):
-            made = self._maker.make(job.prompt_token_ids, job.params, priority=job.priority, cache_salt=job.cache_salt)
+            made = self._maker.make(
+                job.prompt_token_ids,
+                job.params,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                adapter_id=job.adapter_id,
+            )
             job.output.request_id = str(number)
             requests += made
             for index, request in enumerate(made):

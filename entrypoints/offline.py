@@ -34,10 +34,11 @@ def first_outputs(client: EngineClient, requests: Sequence[EngineRequest]) -> li
 
 
 class BeamJob(NamedTuple):
-    """A prompt's search, and whose cached blocks it may use."""
+    """A prompt's search, whose cached blocks it may use, and its adapter."""
 
     search: BeamSearch
     cache_salt: str | None
+    adapter_id: int
 
 
 def find_beams(
@@ -52,7 +53,11 @@ def find_beams(
     waiting = iter(jobs)
     open_jobs = list(islice(waiting, num_at_once))
     while open_jobs:
-        requests = [maker.make(prompt, step, cache_salt=job.cache_salt)[0] for job in open_jobs for prompt in job.search.prompts]
+        requests = [
+            maker.make(prompt, step, cache_salt=job.cache_salt, adapter_id=job.adapter_id)[0]
+            for job in open_jobs
+            for prompt in job.search.prompts
+        ]
         found = iter(first_outputs(client, requests))
         for job in open_jobs:
             job.search.advance([output.logprobs[0] for output in islice(found, len(job.search.prompts)) if output.logprobs])

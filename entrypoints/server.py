@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from halfbyte.config import ServerConfig
 from halfbyte.entrypoints import middleware
 from halfbyte.entrypoints.decisions.temperatures import Temperatures
-from halfbyte.entrypoints.openai import admin
+from halfbyte.entrypoints.openai import adapters, admin
 from halfbyte.entrypoints.openai.errors import install_error_handlers
 from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
@@ -77,7 +77,7 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
         middleware.ApiKeys,
         keys=server_config.api_keys,
         admin_keys=server_config.admin_api_keys,
-        admin_paths=admin.PATHS if server_config.enable_admin else (),
+        admin_paths=admin.PATHS | adapters.PATHS if server_config.enable_admin else (),
         pages=page_files(server_config),
     )
     app.add_middleware(middleware.RequestLabels, echo=server_config.enable_request_id_headers)

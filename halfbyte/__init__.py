@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from halfbyte.adapters import LoRARequest as LoRARequest
     from halfbyte.entrypoints.beam_search import BeamSearchParams as BeamSearchParams
     from halfbyte.entrypoints.llm import LLM as LLM
     from halfbyte.entrypoints.llm import CompletionOutput as CompletionOutput
@@ -23,6 +24,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -37,6 +39,7 @@ _LAZY = {
     "LLM": "halfbyte.entrypoints.llm",
     "BeamSearchParams": "halfbyte.entrypoints.beam_search",
     "CompletionOutput": "halfbyte.entrypoints.llm",
+    "LoRARequest": "halfbyte.adapters",
     "RequestOutput": "halfbyte.entrypoints.llm",
     "SamplingParams": "halfbyte.types",
     "StructuredOutputsParams": "halfbyte.types",

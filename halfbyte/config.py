@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from halfbyte.adapters import LoraModule
+
 DType = Literal["bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -62,6 +64,10 @@ class EngineOptions:
     cudagraph_mode: str = "auto"
     cudagraph_capture_sizes: Sequence[int | str] | None = None
     compile: str = "none"
+    enable_lora: bool | None = None
+    lora_modules: Sequence[str | Mapping[str, Any]] | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +148,30 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Adapters beside the model. max_loras: how many may be loaded at a time; modules: those that are from the start."""
+
+    max_loras: int
+    max_lora_rank: int
+    modules: tuple[LoraModule, ...] = ()
+
+    @property
+    def num_seats(self) -> int:
+        """Room for adapters: one more than may be loaded, for one that was replaced while requests still use it."""
+        return self.max_loras + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that the engine process needs, resolved once. `origins`: field -> default, flag, checkpoint or platform."""
+    """Everything that the engine process needs, resolved once. lora: None when there are no adapters. `origins`: field ->
+    default, flag, checkpoint or platform."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
     execution: ExecutionConfig
     attention_backend: str
+    lora: LoraConfig | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
 
 

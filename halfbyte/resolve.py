@@ -15,6 +15,7 @@ from halfbyte.config import DEFAULT_MODEL, CacheConfig, DType, EngineConfig, Eng
 from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.platform import Platform
 from halfbyte.resolve_execution import COMPILE_MODES, GRAPH_MODES, execution_refusals, resolve_execution
+from halfbyte.resolve_lora import MOST_LORA_RANK, MOST_LORAS, lora_refusals, resolve_lora
 
 AUTO_FIT = -1
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -104,12 +105,15 @@ def resolve(
     for name, choices in (("cudagraph_mode", GRAPH_MODES), ("compile", COMPILE_MODES)):
         _one_of(name, getattr(options, name), choices)
     execution = resolve_execution(options, scheduler.max_num_batched_tokens, platform.device, pick)
+    for name, most in (("max_loras", MOST_LORAS), ("max_lora_rank", MOST_LORA_RANK)):
+        _count(options, name, 1, most)
     return EngineConfig(
         model=model,
         cache=cache,
         scheduler=scheduler,
         execution=execution,
         attention_backend=backend,
+        lora=resolve_lora(options, pick),
         origins=pick.origins,
     )
 
@@ -122,6 +126,10 @@ def config_lines(config: EngineConfig) -> list[str]:
         names = [f.name for f in fields(part) if f.name != "layer_dtypes"]  # the runner tells of those that differ
         words = [_with_origin(name, getattr(part, name), config.origins) for name in names]
         lines.append(f"{title}: {' '.join(words)}")
+    if (lora := config.lora) is not None:
+        modules = ", ".join(module.name for module in lora.modules) or "none"
+        counts = (_with_origin(name, getattr(lora, name), config.origins) for name in ("max_loras", "max_lora_rank"))
+        lines.append(f"adapters: {' '.join(counts)}; at start: {modules}")
     lines.append(_with_origin("attention_backend", config.attention_backend, config.origins))
     return lines
 
@@ -179,7 +187,7 @@ def _refusals(
         if getattr(options, name) == "int8" and not is_compiled:
             fix = f"leave {flag_of(name)} out, or use --device cpu with the cpu attention back end"
             found.append(Refusal(f"{flag_of(name)} int8 needs the compiled CPU kernels", fix))
-    found += execution_refusals(options, platform.device, _backend(options, attention_backends))
+    found += execution_refusals(options, platform.device, _backend(options, attention_backends)) + lora_refusals(options)
     if platform.capability is not None and platform.capability < MIN_CUDA_CAPABILITY:
         wanted, got = (f"{major}.{minor}" for major, minor in (MIN_CUDA_CAPABILITY, platform.capability))
         found.append(Refusal(f"{platform.name} has compute capability {got}, {wanted} is the least", "use --device cpu"))
@@ -421,7 +429,7 @@ def _check_types(options: EngineOptions) -> None:
     for name in ("kv_cache_plan", "kv_calibration"):
         if not isinstance(getattr(options, name), str | None):
             raise UserError(f"{flag_of(name)} must be the name of a file, got {getattr(options, name)!r}", param=name)
-    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling"):
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling", "enable_lora"):
         if not isinstance(getattr(options, name), bool | None):
             raise UserError(f"{flag_of(name)} must be true or false, got {getattr(options, name)!r}", param=name)
     utilization = options.gpu_memory_utilization

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.errors import UserError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -233,7 +234,7 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """One generation on its way to the engine. `sampling.n` is 1 and `sampling.seed` is set: n > 1 became n requests.
 
     max_tokens: 0 for a read, which asks what comes next and nothing more: one token is reported, with its log probabilities, and
-    takes no place in the context.
+    takes no place in the context. adapter_id: of a `LoadedAdapter`; 0 for the model as it is.
     """
 
     request_id: str
@@ -244,6 +245,7 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     max_tokens: int
     priority: int = 0
     cache_salt: str | None = None
+    adapter_id: int = 0
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
     constraint: Constraint | None = None
 
@@ -317,6 +319,7 @@ class NewRow:
     """A request that enters the runner (new, or resumed after preemption: then `token_ids` holds its outputs too).
 
     block_ids: one list per KV group. num_computed_tokens: KV already present (prefix cache), < len(token_ids).
+    adapter_id: 0 for the model as it is.
     """
 
     request_id: str
@@ -327,6 +330,7 @@ class NewRow:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    adapter_id: int = 0
 
 
 @dataclass(slots=True)
@@ -418,6 +422,14 @@ class Runner(Protocol):
 
     def wake_up(self, part: MemoryPart) -> None: ...
 
+    def add_adapter(self, adapter_id: int, path: str) -> None:
+        """Load one for rows that enter from now on. HalfbyteError, and nothing changed, when it cannot be applied."""
+        ...
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        """No row uses it, and none will."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -435,7 +447,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
     vocab_size is the width of the logits: token ids of requests are checked against it, never against the tokenizer.
     batch_invariant: a request's bits depend on nothing beside it. logprobs_mode: one of `LOGPROBS_MODES`.
-    phases: (name, seconds) of the start-up, in order.
+    max_loras: how many adapters may be loaded, 0: none. adapters: those that are. phases: (name, seconds) of the start-up, in
+    order.
     """
 
     model: str
@@ -460,5 +473,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     scheduling_policy: str = "fcfs"
+    max_loras: int = 0
+    adapters: list[LoadedAdapter] = msgspec.field(default_factory=list)
     phases: list[tuple[str, float]] = msgspec.field(default_factory=list)
     report: list[str] = msgspec.field(default_factory=list)

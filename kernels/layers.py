@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import Refusal, UnsupportedError
+from halfbyte.kernels import lora
 from halfbyte.kernels.activation import GATED_ACTIVATIONS
+from halfbyte.kernels.lora import StackedLora
 from halfbyte.kernels.norm import HeadNorms, norm_heads, rms_norm
 from halfbyte.kernels.rope import rotate
 
@@ -41,6 +43,10 @@ class LayerKernels(Protocol):
         """act(gate) * up -> [T, I]; name: a key of `GATED_ACTIVATIONS`."""
         ...
 
+    def add_lora(self, y_TO: Tensor, x_TE: Tensor, adapters: StackedLora, seat_T: Tensor) -> Tensor:
+        """y with what each token's adapter adds to it; y may be changed."""
+        ...
+
 
 class TorchLayers:
     """The laws, on any device."""
@@ -61,6 +67,9 @@ class TorchLayers:
 
     def gated(self, name: str, gate_up_TJ: Tensor) -> Tensor:
         return GATED_ACTIVATIONS[name](gate_up_TJ)
+
+    def add_lora(self, y_TO: Tensor, x_TE: Tensor, adapters: StackedLora, seat_T: Tensor) -> Tensor:
+        return lora.add_lora(y_TO, x_TE, adapters, seat_T)
 
 
 TORCH_LAYERS = TorchLayers()

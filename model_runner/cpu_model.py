@@ -83,7 +83,7 @@ class CpuModel:
         self._program: Program | None = None
         self._tapped = 0
         self._caches: list[LayerCache] = []
-        self._product_type = product_type
+        self.product_type = product_type
         self._head = Program(engine, product_type)
         self._head.linear(self._head.rounded(INPUT, model.config.hidden_size), OUTPUT, model.head.matrices)
         self._best = Program(engine, product_type)
@@ -107,13 +107,14 @@ class CpuModel:
     def __call__(self, token_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """Hidden states after the final norm, float32 [T, E]. Writes K and V into the caches of `context`."""
         if self._program is None or self._caches is not context.caches or self._tapped != self.tap_rows:
-            self._program = Program(self.engine, self._product_type, tap_rows=self.tap_rows)
+            self._program = Program(self.engine, self.product_type, tap_rows=self.tap_rows)
             self._caches, self._tapped = context.caches, self.tap_rows
             self.model.record(self._program, context, self._dtype, OUTPUT)
         return self._program.run(
             token_ids_T.shape[0],
             token_ids_T=token_ids_T,
             positions_T=positions_T,
+            seat_T=context.seat_T,
             rotaries=self.model.rotary_inputs(positions_T),
             metadata=context.metadata,
         )

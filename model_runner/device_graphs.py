@@ -10,7 +10,7 @@ Shape letters: T tokens, R requests, E hidden, H heads, G kv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,7 @@ class DeviceGraphs:
         self._buffers = _Buffers(largest)
         self._ids_T = torch.zeros(largest, dtype=torch.int64, device=device.place)
         self._positions_T = torch.zeros_like(self._ids_T)
+        self._seat_T = forward.rows.seats(self._ids_T)
 
     def jobs(self) -> list[list[Callable[[], None]]]:
         """What there is to capture: per kind, the largest first, so that the others fit into its memory."""
@@ -133,10 +134,12 @@ class DeviceGraphs:
     def _replay_pieces(self, pieces: _Pieces, batch: InputBatch, size: int) -> Tensor:
         num_tokens, tensors = batch.counts.num_tokens, self._buffers.tensors
         inputs = self._forward.inputs(self._device.upload(batch.table()), num_tokens)
-        context = self._forward.context_of(inputs, batch.counts)
+        context = self._forward.context_of(inputs, replace(batch.counts, has_adapters=True))
         # What follows the batch's tokens is of earlier steps: tokens do not meet between attention calls.
         self._ids_T[:num_tokens].copy_(inputs.token_ids_T)
         self._positions_T[:num_tokens].copy_(inputs.positions_T)
+        if self._seat_T is not None and context.seat_T is not None:
+            self._seat_T[:num_tokens].copy_(context.seat_T)
         pieces.graphs[0].replay()
         for layer, graph in zip(pieces.layers, pieces.graphs[1:], strict=True):
             key = buffer_key(layer)
@@ -146,11 +149,11 @@ class DeviceGraphs:
         return tensors["hidden"][:num_tokens]
 
     def _capture_decode(self, size: int) -> None:
-        self._decode[size] = self._capture_whole(Counts(size, [1] * size, [self._max_seq_len] * size))
+        self._decode[size] = self._capture_whole(Counts(size, [1] * size, [self._max_seq_len] * size, True))
 
     def _capture_mixed(self, size: int) -> None:
         num_requests = min(size, self._spare_row)
-        self._mixed[size] = self._capture_whole(Counts(size, [size] * num_requests, [self._max_seq_len] * num_requests))
+        self._mixed[size] = self._capture_whole(Counts(size, [size] * num_requests, [self._max_seq_len] * num_requests, True))
 
     def _capture_whole(self, counts: Counts) -> _Whole:
         table_5R = self._device.upload(padding(len(counts.seq_lens), self._spare_row))
@@ -168,7 +171,9 @@ class DeviceGraphs:
         def run(cut: Cut) -> None:
             layers.clear()
             forward = self._forward
-            context = _CuttingContext([], forward.caches, forward.layout.group_of_layer, self._buffers, cut, layers)
+            seat_T = None if self._seat_T is None else self._seat_T[:size]
+            groups = forward.layout.group_of_layer
+            context = _CuttingContext([], forward.caches, groups, self._buffers, cut, layers, seat_T=seat_T)
             self._buffers.put("hidden", forward.model(self._ids_T[:size], self._positions_T[:size], context))
 
         run(_no_cut)

@@ -52,4 +52,5 @@ class Forward:
         metadata = [attention_metadata(counts, inputs, self.tables, *group) for group in enumerate(self.layout.groups)]
         for one, group in zip(metadata, self.layout.groups, strict=True):
             self.backend.prepare(one, group.sliding_window)
-        return self.context(metadata, self.caches, self.layout.group_of_layer)
+        seat_T = self.rows.seats(inputs.row_T) if counts.has_adapters else None
+        return self.context(metadata, self.caches, self.layout.group_of_layer, seat_T=seat_T)

@@ -22,11 +22,15 @@ from halfbyte.model_runner.request_rows import RequestRows
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the host knows of a batch. Where a graph stands for many batches: what none of them exceeds."""
+    """What the host knows of a batch. Where a graph stands for many batches: what none of them exceeds.
+
+    has_adapters: whether a request has one.
+    """
 
     num_tokens: int
     query_lens: list[int]
     seq_lens: list[int]
+    has_adapters: bool = False
 
 
 @dataclass(slots=True)
@@ -78,7 +82,7 @@ def make_batch(rows: RequestRows, num_scheduled_tokens: Mapping[str, int]) -> In
         first_R=end_R - num_scheduled_R,
         last_R=end_R - 1,
         samples_R=seq_len_R == rows.num_tokens[row_R],
-        counts=Counts(int(end_R[-1]), num_scheduled_R.tolist(), seq_len_R.tolist()),
+        counts=Counts(int(end_R[-1]), num_scheduled_R.tolist(), seq_len_R.tolist(), bool(rows.seat_of_row[row_R].any())),
     )
 
 

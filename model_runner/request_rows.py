@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.model_runner.adapters import Adapters
 from halfbyte.model_runner.device import Device
 from halfbyte.model_runner.input_kernels import TORCH_INPUTS, InputKernels
 from halfbyte.model_runner.sampling_rows import SamplingRows
@@ -29,15 +30,24 @@ class RequestRows:
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, vocab_size: int, device: Device, kernels: InputKernels = TORCH_INPUTS
+        self,
+        max_rows: int,
+        max_model_len: int,
+        vocab_size: int,
+        device: Device,
+        kernels: InputKernels = TORCH_INPUTS,
+        adapters: Adapters | None = None,
     ) -> None:
         self.device = device
         self.num_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_rows, dtype=np.int64)
+        self.seat_of_row = np.zeros(max_rows, dtype=np.int64)
         self.requests: list[NewRow | None] = [None] * max_rows
         self.sampling = SamplingRows(max_rows, vocab_size, device, kernels)
         self._tokens = StagedRows(max_rows, max_model_len, torch.int32, device, kernels)
+        self._adapters = adapters
+        self._seats = None if adapters is None else StagedRows(max_rows, 1, torch.int32, device, kernels)
         self._row_of: dict[str, int] = {}
         self._free = list(reversed(range(max_rows)))
 
@@ -58,6 +68,9 @@ class RequestRows:
         self.num_computed_tokens[row] = new.num_computed_tokens
         self._tokens.write(row, 0, new.token_ids)
         self.sampling.add(row, new)
+        if self._adapters is not None and self._seats is not None:
+            self.seat_of_row[row] = self._adapters.seat_of(new.adapter_id)
+            self._seats.write(row, 0, self.seat_of_row[row : row + 1])
         return row
 
     def release(self, request_id: str) -> int | None:
@@ -67,6 +80,9 @@ class RequestRows:
             return None
         self._tokens.clear(row, min(int(self.num_tokens[row]), self._tokens.width))
         self.sampling.clear(row)
+        if self._seats is not None:
+            self.seat_of_row[row] = 0
+            self._seats.clear(row, 1)
         self.requests[row] = None
         self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
         self._free.append(row)
@@ -76,6 +92,12 @@ class RequestRows:
         """Bring the device up to date with `add` and `release`."""
         self._tokens.apply()
         self.sampling.apply()
+        if self._seats is not None:
+            self._seats.apply()
+
+    def seats(self, row_T: Tensor) -> Tensor | None:
+        """Where the adapter of each token's row sits, int32 [T], 0 for none; None where there may be none at all."""
+        return None if self._seats is None else self._seats.tensor.view(-1)[row_T]
 
     def index(self, request_ids: Iterable[str]) -> np.ndarray:
         return np.array([self._row_of[request_id] for request_id in request_ids], dtype=np.int64)

@@ -27,6 +27,7 @@ from halfbyte.kvcache.formats import get_format, page_bytes
 from halfbyte.kvcache.scales import LayerScales
 from halfbyte.kvcache.spec import KVCacheSpec, KVLayout, make_layout
 from halfbyte.kvcache.tensors import KVTensors, LayerParts
+from halfbyte.model_runner.adapters import Adapters, attach_adapters
 from halfbyte.model_runner.attention_tiles import load_backend
 from halfbyte.model_runner.block_tables import BlockTables
 from halfbyte.model_runner.cpu_model import CpuModel, load_cpu_model
@@ -84,8 +85,15 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
         lines.append(f"weights: {len(report.unused)} tensors of the file are not used: {', '.join(report.unused[:5])}")
     if not device.is_host:
         lines.append(plan.line())
+    adapters = None
+    if config.lora is not None:
+        adapters = attach_adapters(model, config.lora, settings.dtype)
+        lines.append(
+            f"adapters: room for {config.lora.max_loras} and one that is being replaced, up to rank {config.lora.max_lora_rank},"
+            f" {settings.dtype}: {adapters.nbytes:,} bytes"
+        )
     stored = scales.layer_scales(decoder.num_layers, decoder.num_kv_heads, decoder.num_heads)
-    return ModelRunner(config, model, backend, lines, stored, device, lambda: load(KVScales())[0])
+    return ModelRunner(config, model, backend, lines, stored, device, lambda: load(KVScales())[0], adapters)
 
 
 def _load_weights(
@@ -123,7 +131,9 @@ class ModelRunner:
         stored_scales: StoredScales | None = None,
         device: Device | None = None,
         reload: Callable[[], Model | CpuModel] | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self.report = report or []
         self.config = config
         self.model = model
@@ -149,7 +159,7 @@ class ModelRunner:
         self._tensors = KVTensors(self.layout, num_blocks, self.device.place, self._parts)
         caches = [self._tensors.layer(i) for i in range(len(self.kv_specs))]
         vocab_size, mode = self.model.config.vocab_size, self.config.scheduler.logprobs_mode
-        self._rows = RequestRows(self._max_rows, max_model_len, vocab_size, self.device, inputs)
+        self._rows = RequestRows(self._max_rows, max_model_len, vocab_size, self.device, inputs, self.adapters)
         self._tables = BlockTables(self.layout, self._max_rows, max_model_len, self.device, inputs)
         self._forward = Forward(self.model, self.backend, self.layout, caches, self._rows, self._tables, inputs)
         if self._compiled is not None:
@@ -195,6 +205,8 @@ class ModelRunner:
         elif not self.device.is_host and "model" in self.__dict__ and isinstance(self.model, Model):
             self.model.to("cpu")
             self._offloaded = True
+        if self.adapters is not None:  # they stay as they were loaded: their files may have changed
+            self.adapters.move(torch.device("cpu"))
         if isinstance(self.device, Accelerator):
             self.device.trim()
         trim_heap()
@@ -206,12 +218,16 @@ class ModelRunner:
         if part not in self.missing:
             return
         if part == "weights":
+            if self.adapters is not None:
+                self.adapters.move(self.device.place)
             if self._offloaded:
                 self.model.to(self.device.place)  # type: ignore[union-attr]
                 self._offloaded = False
                 return
             assert self._reload is not None, "a runner that dropped its weights can load them"
             self.model = self._reload()
+            if self.adapters is not None:
+                self.adapters.attach(self.model)
             self._compiled = self._compile()
             return
         if "weights" in self.missing:
@@ -289,6 +305,17 @@ class ModelRunner:
                 self.sample().result()
         finally:
             self.execute(SchedulerOutput(finished_request_ids=names))
+
+    def add_adapter(self, adapter_id: int, path: str) -> None:
+        """As `Runner`; the engine has `--enable-lora`."""
+        assert self.adapters is not None
+        if "weights" in self.missing:
+            raise UserError("the engine is asleep, without its weights; wake it up first")
+        self.adapters.add(adapter_id, path)
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        assert self.adapters is not None
+        self.adapters.remove(adapter_id)
 
     def make_graphs(self) -> DeviceGraphs | None:
         """Graphs of what `graph_plan` says, not captured yet; None where there are to be none."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from itertools import islice
+from typing import Any
 
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
 from halfbyte.entrypoints.beam_search import Beam, BeamSearch, check_length_penalty, step_params
 from halfbyte.entrypoints.openai.choices import GrowingChoice, Tally
@@ -20,7 +22,9 @@ from halfbyte.errors import UserError
 from halfbyte.types import EngineOutput, SamplingParams, TokenLogprobs
 
 
-async def find_beams(frontend: Frontend, asked: Sequence[Asked], request: GenerationFields, tally: Tally) -> list[GrowingChoice]:
+async def find_beams(
+    frontend: Frontend, asked: Sequence[Asked], adapter: LoadedAdapter | None, request: GenerationFields, tally: Tally
+) -> list[GrowingChoice]:
     """The n best beams of each prompt as complete choices: beam i of prompt p at p * n + i. Leaving early aborts all of them.
 
     All beams are admitted before the first step, or none: OverloadedError.
@@ -38,7 +42,7 @@ async def find_beams(frontend: Frontend, asked: Sequence[Asked], request: Genera
     num_cached = [0] * len(asked)
     while running := [index for index, search in enumerate(searches) if search.is_open]:
         prompts = [prompt for index in running for prompt in searches[index].prompts]
-        deltas = iter(await _ask(frontend, prompts, step, request))
+        deltas = iter(await _ask(frontend, prompts, step, adapter, request))
         for index in running:
             found = list(islice(deltas, len(searches[index].prompts)))
             num_cached[index] = num_cached[index] or found[0].num_cached_tokens
@@ -65,11 +69,16 @@ def _ends(engine: Engine, params: SamplingParams) -> set[int]:
 
 
 async def _ask(
-    frontend: Frontend, prompts: Sequence[list[int]], step: SamplingParams, request: GenerationFields
+    frontend: Frontend,
+    prompts: Sequence[list[int]],
+    step: SamplingParams,
+    adapter: LoadedAdapter | None,
+    request: GenerationFields,
 ) -> list[SequenceDelta]:
     """What follows each prompt. GenerationError if the engine gave one up."""
     asked = [Asked(prompt, step) for prompt in prompts]
-    generations = await frontend.generate(asked, priority=request.priority or 0, cache_salt=request.cache_salt, is_admitted=True)
+    of_call: dict[str, Any] = {"priority": request.priority or 0, "cache_salt": request.cache_salt, "is_admitted": True}
+    generations = await frontend.generate(asked, adapter, **of_call)
     found: dict[int, SequenceDelta] = {}
     async with aclosing(merge(generations)) as deltas:
         async for index, delta in deltas:

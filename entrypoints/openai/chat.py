@@ -23,7 +23,7 @@ async def create(frontend: Frontend, call: Call, request: ChatRequest) -> Respon
     if request.use_beam_search:
         tally = Tally(call, [len(conversation.prompt.token_ids)])
         writer = ChatWriter(frontend, call, conversation, tally)
-        choices = await find_beams(frontend, [conversation.asked], request, tally)
+        choices = await find_beams(frontend, [conversation.asked], frontend.adapters.of(conversation.model), request, tally)
     else:
         tally, generations = await begin(frontend, call, conversation)
         writer = ChatWriter(frontend, call, conversation, tally)

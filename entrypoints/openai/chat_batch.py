@@ -44,6 +44,7 @@ async def create(frontend: Frontend, call: Call, request: BatchChatRequest) -> R
     frontend.engine.admit(len(conversations), sum(lengths))
     generations = await frontend.generate(
         [conversation.asked for conversation in conversations],
+        frontend.adapters.of(conversations[0].model),
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         is_admitted=True,

@@ -74,10 +74,11 @@ async def create(frontend: Frontend, call: Call, request: CompletionRequest) -> 
     if request.echo:
         await writer.prepare_echo()
     wanted = [Asked(prompt.token_ids, p, grammar) for prompt, p in zip(prompts, params, strict=True)]
+    adapter = frontend.adapters.of(model)
     if request.use_beam_search:
-        choices = await find_beams(frontend, wanted, request, tally)
+        choices = await find_beams(frontend, wanted, adapter, request, tally)
     else:
-        generations = await frontend.generate(wanted, priority=request.priority or 0, cache_salt=request.cache_salt)
+        generations = await frontend.generate(wanted, adapter, priority=request.priority or 0, cache_salt=request.cache_salt)
         if request.stream:
             return EventStream(writer.events(generations, tally), call.end, frontend.config.sse_keep_alive_interval_s)
         choices = await collect(generations, writer.n, tally)

@@ -65,7 +65,12 @@ async def begin(frontend: Frontend, call: Call, conversation: Conversation) -> t
     """Start to generate the answer. The tally counts what it uses."""
     request = conversation.request
     tally = Tally(call, [len(conversation.prompt.token_ids)])
-    generations = await frontend.generate([conversation.asked], priority=request.priority or 0, cache_salt=request.cache_salt)
+    generations = await frontend.generate(
+        [conversation.asked],
+        frontend.adapters.of(conversation.model),
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+    )
     return tally, generations
 
 

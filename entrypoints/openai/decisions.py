@@ -89,7 +89,7 @@ async def create(frontend: Frontend, call: Call, request: DecisionsRequest) -> R
         order=check_order(request.order),
         min_label_mass=request.min_label_mass or 0.0,
     )
-    result = await decide(frontend, call, questions, asking, cache_salt=salt_of(request.prompt_cache_key))
+    result = await decide(frontend, call, questions, asking, model, cache_salt=salt_of(request.prompt_cache_key))
     pairs = zip(request.questions, result.answers, strict=True)
     return to_json(
         Decisions(

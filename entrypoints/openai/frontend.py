@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from starlette.types import Scope
 
 from halfbyte import __version__
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.config import ServerConfig
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.messages import Answer, EngineState, Order
@@ -33,6 +34,7 @@ from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import Temperatures
 from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
+from halfbyte.entrypoints.openai.served_adapters import ServedAdapters
 from halfbyte.entrypoints.openai.settings import StructureSettings
 from halfbyte.entrypoints.openai.streaming import Closeable
 from halfbyte.entrypoints.responses.store import ResponseStore
@@ -81,6 +83,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: LoadedAdapter | None = None,
         grammar: str | None = None,
         thinking: Thinking | None = None,
         marks: Mapping[int, str] | None = None,
@@ -88,7 +91,13 @@ class Engine(Protocol):
     ) -> Closeable: ...
 
     def read(
-        self, prompt_token_ids: list[int], token_ids: list[int], *, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt_token_ids: list[int],
+        token_ids: list[int],
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> Closeable: ...
 
     def admit(self, num_sequences: int, num_prompt_tokens: int) -> None: ...
@@ -194,6 +203,7 @@ class Frontend:
         self.engine = engine
         self.config = config
         self.model_names = config.served_model_names or (engine.info.model,)
+        self.adapters = ServedAdapters(engine, engine.info.adapters, self.model_names, engine.info.max_loras)
         self.sampling_defaults = sampling_defaults(engine, config)
         self.fingerprint = fingerprint(engine.info)
         self.http_metrics = HttpMetrics()
@@ -234,11 +244,13 @@ class Frontend:
         self._ended.set()
 
     def served_model(self, name: str | None) -> str:
-        """The name to answer with. An absent or empty name means the first one; NotFoundError for one that is not served."""
+        """The name to answer with, the model's or an adapter's. An absent or empty name means the first one; NotFoundError for
+        one that is not served."""
         if not name:
             return self.model_names[0]
-        if name not in self.model_names:
-            raise NotFoundError(f"model {name[:200]!r} does not exist; served: {', '.join(self.model_names)}", param="model")
+        if name not in self.model_names and name not in self.adapters:
+            served = ", ".join([*self.model_names, *(adapter.name for adapter in self.adapters.all())])
+            raise NotFoundError(f"model {name[:200]!r} does not exist; served: {served}", param="model")
         return name
 
     @property
@@ -282,13 +294,27 @@ class Frontend:
             raise unavailable(ASLEEP, ASLEEP_RETRY_S)
 
     async def generate(
-        self, asked: Sequence[Asked], *, priority: int, cache_salt: str | None, is_admitted: bool = False
+        self,
+        asked: Sequence[Asked],
+        adapter: LoadedAdapter | None,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        is_admitted: bool = False,
     ) -> list[Closeable]:
-        """Start one generation per prompt: all, or none and the error of the one that could not start."""
+        """Start one generation per prompt: all, or none and the error of the one that could not start.
+
+        adapter: from `adapters.of` the served name, at once before the first generation of a call.
+        """
         self._require_going()
         generations: list[Closeable] = []
         try:
-            of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "is_admitted": is_admitted}
+            of_call: dict[str, Any] = {
+                "priority": priority,
+                "cache_salt": cache_salt,
+                "adapter": adapter,
+                "is_admitted": is_admitted,
+            }
             for one in asked:
                 bounds: dict[str, Any] = {"grammar": one.grammar, "thinking": one.thinking, "marks": one.marks}
                 generations.append(self.engine.generate(one.prompt_token_ids, one.params, **of_call, **bounds))
@@ -300,11 +326,12 @@ class Frontend:
             raise
         return generations
 
-    def read(self, read: Read, priority: int, cache_salt: str | None) -> Closeable:
+    def read(self, read: Read, adapter: LoadedAdapter | None, *, priority: int, cache_salt: str | None) -> Closeable:
         """Start one read of a decision that was admitted."""
         self._require_going()
         try:
-            return self.engine.read(read.prompt_token_ids, read.token_ids, priority=priority, cache_salt=cache_salt)
+            of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": adapter}
+            return self.engine.read(read.prompt_token_ids, read.token_ids, **of_call)
         except EngineDeadError as error:
             raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from halfbyte.adapters import LoadedAdapter
 from halfbyte.entrypoints.decisions.decider import Asking
 from halfbyte.entrypoints.decisions.questions import Question
 from halfbyte.entrypoints.decisions.reading import Read, Readout
@@ -25,17 +26,21 @@ async def decide(
     call: Call,
     questions: Sequence[Question],
     asking: Asking,
+    model: str,
     *,
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> Decided:
-    """Answer all questions, or raise the first error; then nothing of the call goes on. Errors of the plan come first."""
+    """Answer all questions, or raise the first error; then nothing of the call goes on. Errors of the plan come first.
+
+    model: a served name.
+    """
     decider, engine = frontend.decider, frontend.engine
     size = len(questions) * (1000 + len(msgspec.json.encode(asking.state)))
     plan = await frontend.beside.run(partial(decider.plan, questions, asking), size)
     call.num_prompt_tokens = sum(map(len, plan.reads))
     engine.admit(min(READS_AT_ONCE, len(plan.reads)), max(map(len, plan.reads)))
-    readouts = await _read_all(frontend, plan.reads, priority, cache_salt)
+    readouts = await _read_all(frontend, plan.reads, frontend.adapters.of(model), priority, cache_salt)
     call.num_completion_tokens = len(readouts)
     call.finish_reasons.add("read")
     return decided(decider, engine.info, plan.answers(readouts), plan.reads, readouts)
@@ -46,12 +51,14 @@ def salt_of(key: str | None) -> str | None:
     return None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-async def _read_all(frontend: Frontend, reads: Sequence[Read], priority: int, cache_salt: str | None) -> list[Readout]:
+async def _read_all(
+    frontend: Frontend, reads: Sequence[Read], adapter: LoadedAdapter | None, priority: int, cache_salt: str | None
+) -> list[Readout]:
     """Some at a time, so that many questions of one call leave room for other calls."""
     turns = asyncio.Semaphore(READS_AT_ONCE)
 
     async def make(read: Read) -> Readout:
-        async with turns, aclosing(frontend.read(read, priority, cache_salt)) as generation:
+        async with turns, aclosing(frontend.read(read, adapter, priority=priority, cache_salt=cache_salt)) as generation:
             delta = await anext(aiter(generation))
             if delta.finish_reason == "error" or not delta.logprobs:
                 raise GenerationError(delta.error or "the engine could not read this question")

@@ -20,7 +20,7 @@ from halfbyte.entrypoints.anthropic.errors import MessagesError
 from halfbyte.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from halfbyte.entrypoints.anthropic.wire import Message, StreamEvent, TokenCount
 from halfbyte.entrypoints.decisions.results import Decision
-from halfbyte.entrypoints.openai import admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import adapters, admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.errors import ErrorBody, ErrorForm
@@ -54,6 +54,7 @@ def add_routes(app: FastAPI, frontend: Frontend) -> dict[str, type[ErrorForm]]:
     _add_responses(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
+        _add_adapters(routes)
         for route in admin.ROUTES:
             routes.admin(route)
     return routes.error_forms
@@ -94,6 +95,15 @@ def _add_responses(routes: RouteTable) -> None:
         routes.kept(route)
 
 
+def _add_adapters(routes: RouteTable) -> None:
+    """Routes of operators that take a body."""
+    load, unload = (
+        Answers(summary, str, errors=DECIDING) for summary in ("Serve a LoRA adapter", "Serve a LoRA adapter no more")
+    )
+    routes.post("/v1/load_lora_adapter", "adapter-", adapters.LoadAdapterRequest, adapters.load, load, is_admin=True)
+    routes.post("/v1/unload_lora_adapter", "adapter-", adapters.UnloadAdapterRequest, adapters.unload, unload, is_admin=True)
+
+
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
     say = routes.say
     say("/v1/models", lambda: status.models(frontend), Answers("The served names", status.ModelList), "GET")
@@ -115,13 +125,22 @@ class RouteTable:
         keyed = bool(frontend.config.api_keys)
         app.openapi = cache(lambda: build_document(self._operations, keyed=keyed))  # type: ignore[method-assign]
 
-    def post(self, path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel], answers: Answers) -> None:
+    def post(
+        self,
+        path: str,
+        prefix: str,
+        model: type[RequestModel],
+        handler: Handler[RequestModel],
+        answers: Answers,
+        *,
+        is_admin: bool = False,
+    ) -> None:
         """A call with a body, a public id that begins with `prefix`, and a line in the log."""
 
         async def endpoint(request: Request) -> Response:
             return await answer(self._frontend, request, prefix, model, handler)
 
-        self._add(endpoint, Operation("POST", path, model, answers))
+        self._add(endpoint, Operation("POST", path, model, answers, is_admin))
 
     def say(self, path: str, respond: Callable[[], Response], answers: Answers, *methods: str) -> None:
         """What the server knows of itself."""

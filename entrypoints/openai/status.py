@@ -44,7 +44,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = OWNER
     root: str
     parent: str | None = None
-    max_model_len: int
+    max_model_len: int | None
     decisions: DecisionSupport
     permission: list[ModelPermission]
 
@@ -94,20 +94,26 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 def models(frontend: Frontend) -> Response:
-    """One card per served name. decisions: which types of questions the model can answer, and why not."""
+    """One card per served name, then one per adapter, whose parent is the model. decisions: which types of questions the model
+    can answer, and why not."""
     now = int(time.time())
     info = frontend.engine.info
-    cards = [
-        ModelCard(
+
+    def card(name: str, root: str, max_model_len: int | None, parent: str | None = None) -> ModelCard:
+        permission = ModelPermission(id=f"modelperm-{uuid.uuid4().hex}", created=now)
+        return ModelCard(
             id=name,
             created=now,
-            root=info.model,
-            max_model_len=info.max_model_len,
+            root=root,
+            parent=parent,
+            max_model_len=max_model_len,
             decisions=frontend.decider.describe(),
-            permission=[ModelPermission(id=f"modelperm-{uuid.uuid4().hex}", created=now)],
+            permission=[permission],
         )
-        for name in frontend.model_names
-    ]
+
+    cards = [card(name, info.model, info.max_model_len) for name in frontend.model_names]
+    for adapter in frontend.adapters.all():
+        cards.append(card(adapter.name, adapter.path, None, adapter.base_model_name or frontend.model_names[0]))
     return to_json(ModelList(data=cards))
 
 

@@ -33,6 +33,6 @@ async def create(frontend: Frontend, call: Call, request: SystemOneRequest) -> R
         order=check_order(request.order),
         min_label_mass=request.min_label_mass or 0.0,
     )
-    result = await decide(frontend, call, questions, asking, priority=request.priority or 0, cache_salt=request.cache_salt)
+    result = await decide(frontend, call, questions, asking, model, priority=request.priority or 0, cache_salt=request.cache_salt)
     with_prompts = bool(request.return_prompt)
     return to_json(as_decision(result, id=call.public_id, created=call.created, model=model, with_prompts=with_prompts))

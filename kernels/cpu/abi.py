@@ -58,6 +58,7 @@ class OpCode(IntEnum):
     TURN = 11
     STORE = 12
     TAP = 13
+    SHRINK = 14
 
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
@@ -79,6 +80,9 @@ TILE = 16
 PAIR_BLOCK = 16
 PAIR_DIMS = 32
 
+# Matrices of a product that adapters change; as in program.h
+MAX_PARTS = 3
+
 # Limits of attention.h
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 64
@@ -96,6 +100,12 @@ class Matrix(Structure):
         ("num_inputs", c_int32),
         ("first_column", c_int32),
     ]
+
+
+class Lora(Structure):
+    """One adapter at one product."""
+
+    _fields_ = [("a", Matrix), ("scales", c_void_p), ("b", Matrix * MAX_PARTS)]
 
 
 class Plane(Structure):
@@ -165,6 +175,7 @@ class Op(Structure):
         ("matrices", POINTER(Matrix)),
         ("attention", POINTER(Attention)),
         ("tap", c_void_p),
+        ("loras", POINTER(Lora)),
     ]
 
 
@@ -199,6 +210,7 @@ class Step(Structure):
     _fields_ = [
         ("token_ids", c_void_p),
         ("positions", c_void_p),
+        ("seats", c_void_p),
         ("input", c_void_p),
         ("output", c_void_p),
         ("input_stride", c_int64),
@@ -227,7 +239,7 @@ class LogitRows(Structure):
     ]
 
 
-_STRUCTURES: tuple[type[Structure], ...] = (Matrix, Attention, Op, Buffer, Rotary, Group, Step, LogitRows)
+_STRUCTURES: tuple[type[Structure], ...] = (Matrix, Lora, Attention, Op, Buffer, Rotary, Group, Step, LogitRows)
 _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "hb_struct_sizes": (None, [c_void_p]),
     "hb_runs_here": (c_int, [c_char_p]),

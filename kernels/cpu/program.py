@@ -22,6 +22,7 @@ from torch import Tensor
 from halfbyte.kernels.cpu import abi
 from halfbyte.kernels.cpu.abi import ACTIVATIONS, CACHE_FORMATS, CODECS, OpCode, RowType
 from halfbyte.kernels.cpu.library import CpuEngine
+from halfbyte.kernels.cpu.lora import PackedLora
 from halfbyte.kernels.cpu.weights import PackedMatrix, pack_dense
 from halfbyte.kvcache.formats.tiles import TilesFormat
 from halfbyte.kvcache.formats.turboquant import levels
@@ -92,8 +93,13 @@ class Program:
             adds=adds,
         )
 
-    def linear(self, in_: int, out: int, matrices: Sequence[PackedMatrix], *, adds: bool = False) -> None:
-        """out (+)= in W^T + bias, the outputs of `matrices` side by side. `in` holds rows of the product type."""
+    def linear(
+        self, in_: int, out: int, matrices: Sequence[PackedMatrix], *, adds: bool = False, lora: PackedLora | None = None
+    ) -> None:
+        """out (+)= in W^T + bias, the outputs of `matrices` side by side. `in` holds rows of the product type.
+
+        lora: what adapters add to it, for the tokens that have one.
+        """
         self._note_output(out, sum(matrix.num_outputs for matrix in matrices))
         self._add(
             OpCode.LINEAR,
@@ -103,6 +109,7 @@ class Program:
             matrices=self._matrices(matrices),
             num_matrices=len(matrices),
             adds=adds,
+            **self._shrunk(in_, lora),
         )
 
     def best(self, in_: int, out: int, matrix: PackedMatrix) -> None:
@@ -113,8 +120,10 @@ class Program:
         self._add(OpCode.BEST, in_=in_, in_type=self._product_type, out=pairs, matrices=matrices)
         self._add(OpCode.BEST_OF_PANELS, in_=pairs, out=out, matrices=matrices)
 
-    def gated(self, in_: int, out: int, gate: PackedMatrix, up: PackedMatrix, activation: str) -> None:
-        """out = activation(in gate^T) * (in up^T)."""
+    def gated(
+        self, in_: int, out: int, gate: PackedMatrix, up: PackedMatrix, activation: str, lora: PackedLora | None = None
+    ) -> None:
+        """out = activation(in gate^T) * (in up^T); lora: what adapters add to both products."""
         self._add(
             OpCode.GATED,
             in_=in_,
@@ -123,8 +132,19 @@ class Program:
             out_type=self._type_of_result(out),
             matrices=self._matrices([gate, up]),
             activation=ACTIVATIONS[activation],
+            **self._shrunk(in_, lora),
         )
         self._round_result(out, gate.num_outputs)
+
+    def _shrunk(self, in_: int, lora: PackedLora | None) -> dict[str, Any]:
+        """The fields that a product with adapters reads; the first half of what these do to it is an operation before it."""
+        if lora is None:
+            return {}
+        self._keep(lora)
+        width = -(-lora.max_ranks // self._engine.panel) * self._engine.panel
+        shrunk = self.buffer("lora", width)
+        self._add(OpCode.SHRINK, in_=in_, in_type=self._product_type, out=shrunk, width=width, loras=lora.table)
+        return {"aux": shrunk, "loras": lora.table}
 
     def rounded(self, in_: int, width: int) -> int:
         """The buffer with the rows of `in_` as products read them; `in_` holds float32 [T, width]."""
@@ -226,11 +246,13 @@ class Program:
         input_TE: Tensor | None = None,
         token_ids_T: Tensor | None = None,
         positions_T: Tensor | None = None,
+        seat_T: Tensor | None = None,
         rotaries: Sequence[RotaryInput] = (),
         metadata: Sequence[AttentionMetadata] = (),
     ) -> Tensor:
         """OUTPUT as float32 [num_tokens, width]. input_TE: what the first operation that reads INPUT wants; token_ids_T and
-        positions_T: int64; metadata: one per KV group.
+        positions_T: int64; seat_T: int32, where each token's adapter sits, 0 for none; None: no token has one. metadata: one per
+        KV group.
 
         A program needs those of them that its operations read.
         """
@@ -242,6 +264,7 @@ class Program:
         step = abi.Step(
             token_ids=_address(token_ids_T),
             positions=_address(positions_T),
+            seats=_address(seat_T),
             input=_address(input_TE),
             output=output_TE.data_ptr(),
             input_stride=0 if input_TE is None else input_TE.stride(0) * input_TE.element_size() // 4,
@@ -305,9 +328,7 @@ class Program:
     def _matrix(self, matrix: PackedMatrix, column: int) -> abi.Matrix:
         """Whose outputs go to the columns from `column` on."""
         self._keep(matrix)
-        bias = None if matrix.bias is None else self._floats(matrix.bias)
-        shape = (matrix.kind, matrix.num_outputs, matrix.num_inputs)
-        return abi.Matrix(matrix.data.data_ptr(), bias, matrix.panel_bytes, *shape, column)
+        return matrix.structure(column, None if matrix.bias is None else self._floats(matrix.bias))
 
 
 def attention_structure(spec: AttentionSpec, cache: LayerCache, group: int) -> abi.Attention:

@@ -1,18 +1,19 @@
 """The kernels of a model's layers in Triton, as `kernels.layers` asks for them. Made there, for devices that compile Triton.
 
-Shape letters: T tokens, E hidden, N query and key heads, D head dim, J = 2 * intermediate.
+Shape letters: T tokens, E hidden, O outputs, N query and key heads, D head dim, J = 2 * intermediate.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from halfbyte.kernels.lora import StackedLora
 from halfbyte.kernels.norm import HeadNorms
-from halfbyte.kernels.triton import activation, norm, rope
+from halfbyte.kernels.triton import activation, lora, norm, rope
 
 
 class TritonLayers:
-    """Implements `LayerKernels`: one launch each."""
+    """Implements `LayerKernels`: one launch each, but for adapters."""
 
     name = "triton"
 
@@ -29,3 +30,6 @@ class TritonLayers:
 
     def gated(self, name: str, gate_up_TJ: Tensor) -> Tensor:
         return activation.gated(name, gate_up_TJ)
+
+    def add_lora(self, y_TO: Tensor, x_TE: Tensor, adapters: StackedLora, seat_T: Tensor) -> Tensor:
+        return lora.add_lora(y_TO, x_TE, adapters, seat_T)

@@ -56,11 +56,11 @@ class Attention(KernelModule):
 
     def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
         num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        qkv_TND = self.qkv_proj(x_TE).unflatten(-1, (-1, self.spec.head_dim))
+        qkv_TND = self.qkv_proj(x_TE, context.seat_T).unflatten(-1, (-1, self.spec.head_dim))
         qk_TND, v_TGD = qkv_TND.split((num_heads + num_kv_heads, num_kv_heads), 1)
         q_THD, k_TGD = self.kernels.rotate(qk_TND, *rotary, self._head_norms).split((num_heads, num_kv_heads), 1)
         out_THD = context.attend(self, q_THD, k_TGD, v_TGD)
-        out_TE: Tensor = self.o_proj(out_THD.flatten(1))
+        out_TE: Tensor = self.o_proj(out_THD.flatten(1), context.seat_T)
         return out_TE
 
     @property

@@ -8,7 +8,7 @@ Shape letters: T tokens, H heads, G kv heads, D head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -27,11 +27,15 @@ class AttentionLayer(Protocol):
 
 @dataclass(slots=True)
 class ForwardContext:
-    """metadata: one per KV group, prepared by the back end. caches: one per layer. group_of_layer: layer -> group."""
+    """metadata: one per KV group, prepared by the back end. caches: one per layer. group_of_layer: layer -> group.
+
+    seat_T: where each token's adapter sits, int32, 0 for none; None: no token of the step has one.
+    """
 
     metadata: list[AttentionMetadata]
     caches: list[LayerCache]
     group_of_layer: list[int]
+    seat_T: Tensor | None = field(default=None, kw_only=True)
 
     def attend(self, layer: AttentionLayer, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         """Write the layer's K and V, and attend to what is cached: out_THD, with the head dim of v."""

@@ -45,7 +45,7 @@ class PreNormLayer(DecoderLayer):
     def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
         attended_TE = self.self_attn(self.input_layernorm(x_TE), rotary, context)
         x_TE, normed_TE = self.post_attention_layernorm.after_sum(x_TE, attended_TE)
-        return x_TE + self.mlp(normed_TE)
+        return x_TE + self.mlp(normed_TE, context)
 
     def record(self, program: Program, x: int, rotation: int, context: ForwardContext) -> None:
         normed = program.buffer("normed", self.input_layernorm.weight.shape[0])

@@ -12,6 +12,7 @@ from torch import Tensor
 from halfbyte.errors import Refusal, UnsupportedError
 from halfbyte.kernels.activation import GATED_ACTIVATIONS
 from halfbyte.model_runner.decoder_config import DecoderConfig
+from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.linear import Linear
 from halfbyte.model_runner.layers.weights import KernelModule
 
@@ -33,12 +34,13 @@ class GatedMLP(KernelModule):
         self.hidden_act = config.hidden_act
         self.inner = inner
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        out_TE: Tensor = self.down_proj(self.kernels.gated(self.hidden_act, self.gate_up_proj(x_TE)))
+    def forward(self, x_TE: Tensor, context: ForwardContext) -> Tensor:
+        inner_TI = self.kernels.gated(self.hidden_act, self.gate_up_proj(x_TE, context.seat_T))
+        out_TE: Tensor = self.down_proj(inner_TI, context.seat_T)
         return out_TE
 
     def record(self, program: Program, x: int, out: int, *, adds: bool = False) -> None:
         inner = program.buffer("mlp", self.inner)
         gate, up = self.gate_up_proj.matrices
-        program.gated(x, inner, gate, up, self.hidden_act)
+        program.gated(x, inner, gate, up, self.hidden_act, self.gate_up_proj.packed_lora)
         self.down_proj.record(program, inner, out, adds=adds)

@@ -107,10 +107,10 @@ def weight_map(model: nn.Module) -> dict[str, WeightTarget]:
             if isinstance(module, StackedWeight):
                 parent, start = path.rpartition(".")[0], 0
                 for shard, num_rows in module.shards.items():
-                    targets[_checkpoint_name(f"{parent}.{shard}.{name}")] = WeightTarget(module, name, start, num_rows)
+                    targets[checkpoint_name(f"{parent}.{shard}.{name}")] = WeightTarget(module, name, start, num_rows)
                     start += num_rows
             else:
-                targets[_checkpoint_name(f"{path}.{name}")] = WeightTarget(module, name, 0, parameter.shape[0])
+                targets[checkpoint_name(f"{path}.{name}")] = WeightTarget(module, name, 0, parameter.shape[0])
     return targets
 
 
@@ -131,7 +131,7 @@ def load_weights(
     report = LoadReport()
     with torch.no_grad():
         for given, tensor in tensors:
-            name = _checkpoint_name(given)
+            name = checkpoint_name(given)
             target = targets.get(name)
             if target is None:
                 if not name.endswith(_DERIVED):
@@ -181,7 +181,7 @@ def prepack_weights(model: nn.Module) -> None:
             module.weight = nn.Parameter(prepack(module.weight.data), requires_grad=False)
 
 
-def _checkpoint_name(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """The name as a causal language model's checkpoint spells it."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):

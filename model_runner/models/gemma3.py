@@ -42,7 +42,7 @@ class Gemma3Layer(DecoderLayer):
     def forward(self, x_TE: Tensor, rotary: RotaryTables, context: ForwardContext) -> Tensor:
         attended_TE = self.self_attn(self.input_layernorm(x_TE), rotary, context)
         x_TE, normed_TE = self.pre_feedforward_layernorm.after_sum(x_TE, self.post_attention_layernorm(attended_TE))
-        fed_TE = self.mlp(normed_TE)
+        fed_TE = self.mlp(normed_TE, context)
         return x_TE + self.post_feedforward_layernorm(fed_TE)
 
     def record(self, program: Program, x: int, rotation: int, context: ForwardContext) -> None:

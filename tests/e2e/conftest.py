@@ -147,5 +147,5 @@ def demo_server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
 
 @pytest.fixture(scope="session")
 def admin_server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
-    """The same with the routes of operators, whose key is that of docs/api.md."""
-    return start_server("--enable-admin", "--admin-api-key", "ADMIN_KEY").ready()
+    """The same with room for adapters and the routes of operators, whose key is that of docs/api.md."""
+    return start_server("--enable-admin", "--admin-api-key", "ADMIN_KEY", "--enable-lora").ready()

@@ -22,6 +22,7 @@ from halfbyte.kernels.attention import get_backend
 from halfbyte.kernels.attention.base import AttentionMetadata, AttentionSpec
 from halfbyte.kvcache.spec import KVCacheSpec
 from halfbyte.kvcache.tensors import LayerCache
+from halfbyte.model_runner.adapters import attach_adapters
 from halfbyte.model_runner.decoder_config import DecoderConfig, RopeConfig
 from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.runner import ModelRunner
@@ -141,14 +142,16 @@ def make_runner(
         for parameter in model.parameters():
             parameter.mul_(8)  # far from uniform logits, so that a wrong read changes the argmax
         model.embed_tokens.weight[POISON] = torch.nan
-    runner = ModelRunner(configuration(vocab_size=vocab_size, **options), model, model.backend, device=device)
+    config = configuration(vocab_size=vocab_size, **options)
+    adapters = None if config.lora is None else attach_adapters(model, config.lora, "float32")
+    runner = ModelRunner(config, model, model.backend, device=device, adapters=adapters)
     runner.allocate_cache(200, MAX_LEN)
     runner.capture_graphs()
     return runner
 
 
 class Driver:
-    """A minimal scheduler whose steps are strict; `launch` does not wait."""
+    """A minimal scheduler whose steps are strict; `launch` does not wait. adapter_of: of requests that have one, by name."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -156,6 +159,7 @@ class Driver:
         self.next_block = 1
         self.held: dict[str, int] = {}
         self.computed: dict[str, int] = {}
+        self.adapter_of: dict[str, int] = {}
 
     def launch(self, counts: dict[str, int], enter: dict[str, tuple[list[int], SamplingParams]] | None = None) -> PendingOutput:
         scheduled = SchedulerOutput(num_scheduled_tokens=counts)
@@ -164,7 +168,9 @@ class Driver:
             blocks = self._grow(name, start + count)
             if name in (enter or {}):
                 tokens, params = enter[name]  # type: ignore[index]
-                scheduled.new_rows.append(NewRow(name, tokens, len(tokens), start, blocks, params, frozenset({3})))
+                row = NewRow(name, tokens, len(tokens), start, blocks, params, frozenset({3}))
+                row.adapter_id = self.adapter_of.get(name, 0)
+                scheduled.new_rows.append(row)
             else:
                 scheduled.grown_rows.append(GrownRow(name, start, blocks))
             self.computed[name] += count

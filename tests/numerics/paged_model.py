@@ -30,7 +30,10 @@ class Row:
 
 
 class PagedModel:
-    """Requests are named by the caller; each step feeds some of them more tokens. The cache holds `num_tokens` of all."""
+    """Requests are named by the caller; each step feeds some of them more tokens. The cache holds `num_tokens` of all.
+
+    seats: of the requests that have an adapter.
+    """
 
     def __init__(
         self, model: Model, *, kv_format: str = "float32", block_size: int = 4, num_tokens: int = 1024, num_requests: int = 16
@@ -55,6 +58,7 @@ class PagedModel:
         self.caches = [tensors.layer(i) for i in range(len(specs))]
         self.free = list(range(1, num_blocks))
         self.rows: dict[str, Row] = {}
+        self.seats: dict[str, int] = {}
         self._poison(self.free)
 
     @torch.inference_mode()
@@ -63,7 +67,9 @@ class PagedModel:
         metadata = [self._metadata(group, tokens) for group in range(len(self.layout.groups))]
         positions = [self.rows[name].num_computed_tokens + i for name, ids in tokens.items() for i in range(len(ids))]
         token_ids_T = torch.tensor([i for ids in tokens.values() for i in ids])
-        context = ForwardContext(metadata, self.caches, self.layout.group_of_layer)
+        seats = [self.seats.get(name, 0) for name, ids in tokens.items() for _ in ids]
+        seat_T = torch.tensor(seats, dtype=torch.int32) if any(seats) else None
+        context = ForwardContext(metadata, self.caches, self.layout.group_of_layer, seat_T=seat_T)
         hidden = self.model(token_ids_T, torch.tensor(positions), context)
         kept = [rows if keep is None else rows[-keep:] for rows in hidden.split([len(ids) for ids in tokens.values()])]
         logits = self.model.compute_logits(torch.cat(kept)).split([len(rows) for rows in kept])

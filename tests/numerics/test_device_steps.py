@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from tests.numerics.device_runner import (
     make_runner,
     own_arithmetic,
 )
+from tests.numerics.random_adapters import write_adapter
 
 GREEDY = SamplingParams(temperature=0.0)
 HEAVY = SamplingParams(
@@ -98,6 +100,24 @@ def test_graphs_give_the_bits_of_eager_steps(
     outputs = everything(driver)
     assert outputs == expected
     assert driver.device.count["replays"] > 0 and driver.device.count["captures"] == captured["captures"]
+
+
+def test_graphs_read_each_rows_adapter(
+    make: Callable[..., ModelRunner], tmp_path: Path, expected: list[ModelRunnerOutput]
+) -> None:
+    """Whole ones and pieces, captured before there were any; rows then have one of two, or none."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, **heads}
+    found = []
+    for is_eager in (True, False):
+        driver = Driver(make(DecodeBackend, enable_lora=True, max_loras=2, max_lora_rank=3, enforce_eager=is_eager))
+        for number in (1, 2):
+            folder = write_adapter(tmp_path / str(number), sizes, seed=number, rank=3, strength=2.0)
+            driver.runner.add_adapter(number, str(folder))
+        driver.adapter_of = {str(i): i % 3 for i in range(9)}
+        found.append(everything(driver))
+        assert (driver.device.count["replays"] > 0) is not is_eager
+    assert found[0] == found[1] != expected
 
 
 def test_each_batch_takes_the_smallest_graph_that_holds_it(make: Callable[..., ModelRunner]) -> None:

@@ -18,40 +18,10 @@ from torch import Tensor
 from halfbyte.model_runner.cpu_model import CpuModel
 from halfbyte.model_runner.decoder_config import config_from_files
 from halfbyte.model_runner.source import locate
+from tests.numerics.random_models import FAMILIES, FAMILY_DEFAULTS, MAX_POSITION, SHAPES, VOCAB, checkpoint
 
-VOCAB = 300
-MAX_POSITION = 256
 PROMPT_LENS = {"long": 61, "mid": 24, "short": 5, "one": 1}
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "gqa1": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
-    "gqa3": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64},
-    "gqa8": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64},
-    "dim80": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 80},
-    "dim128": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
-    "dim256": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 256},
-    "untied": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "tie_word_embeddings": False},
-}
-FAMILIES = {
-    "LlamaForCausalLM": transformers.LlamaConfig,
-    "MistralForCausalLM": transformers.MistralConfig,
-    "Qwen2ForCausalLM": transformers.Qwen2Config,
-    "Qwen3ForCausalLM": transformers.Qwen3Config,
-    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
-}
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"sliding_window": 7},
-    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    "Gemma3ForCausalLM": {
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 100,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # What single settings change, on the family that has them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,41 +62,6 @@ IDS = [f"{f.removesuffix('ForCausalLM')}-{shape}" for f in FAMILIES for shape in
 for _name, (_family, _settings) in VARIANTS.items():
     CASES.append((_family, {**FAMILY_DEFAULTS.get(_family, {}), **SHAPES["gqa3"], **_settings}))
     IDS.append(_name)
-
-
-def _randomise(model: torch.nn.Module) -> None:
-    """Weights that make every part matter: activations of order one, norms and biases that are not trivial."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() == 2:
-            parameter.data = noise * 1.5 / parameter.shape[1] ** 0.5
-        else:
-            parameter.data = 0.2 * noise + (1.0 if "norm" in name else 0.0)
-
-
-def _checkpoint(folder: Path, family: str, settings: dict[str, Any]) -> Any:
-    """A transformers model with random weights, saved to `folder`."""
-    config = FAMILIES[family](
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 96,
-            "intermediate_size": 160,
-            "num_hidden_layers": 2,
-            "max_position_embeddings": MAX_POSITION,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-            **settings,
-        }
-    )
-    config._attn_implementation = "eager"
-    model = getattr(transformers, family)(config).eval()
-    _randomise(model)
-    model.save_pretrained(folder)
-    return model
 
 
 def _prompts() -> dict[str, list[int]]:
@@ -183,7 +118,7 @@ def test_logits_equal_transformers(
     paged_model: Any,
     load: Callable[..., Any],
 ) -> None:
-    expected = _expected(_checkpoint(tmp_path, family, settings), _prompts())
+    expected = _expected(checkpoint(tmp_path, family, settings), _prompts())
     model = _ours(load, tmp_path)
     paged = paged_model(model)
     ways = {way: _in_pieces(paged, _prompts(), sizes) for way, sizes in WAYS.items()}
@@ -198,7 +133,7 @@ def test_dynamic_rope_beyond_the_original_length_equals_transformers_decoding(
 ) -> None:
     """transformers, fed token by token, gives each token the frequencies of its own length; we do so in any cut."""
     scaling = {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4}, "max_position_embeddings": 16}
-    reference = _checkpoint(tmp_path, "LlamaForCausalLM", {**SHAPES["gqa3"], **scaling})
+    reference = checkpoint(tmp_path, "LlamaForCausalLM", {**SHAPES["gqa3"], **scaling})
     prompts = {"long": _prompts()["long"]}
     cache = transformers.DynamicCache(config=reference.config)
     with torch.inference_mode():
@@ -216,7 +151,7 @@ def _rms_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_bf16_is_as_near_to_fp32_as_transformers(
     family: str, tmp_path: Path, tolerances: dict[str, float], paged_model: Any, load: Callable[..., Any]
 ) -> None:
-    reference = _checkpoint(tmp_path, family, {**FAMILY_DEFAULTS.get(family, {}), **SHAPES["gqa3"]}).bfloat16()
+    reference = checkpoint(tmp_path, family, {**FAMILY_DEFAULTS.get(family, {}), **SHAPES["gqa3"]}).bfloat16()
     expected = _expected(reference, _prompts())
     rounded = _expected(reference.float(), _prompts())  # the rounded weights, exact arithmetic
     paged = paged_model(_ours(load, tmp_path, "bfloat16"), kv_format="bfloat16")
@@ -228,7 +163,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batched_greedy_equals_alone(family: str, tmp_path: Path, paged_model: Any, load: Callable[..., Any]) -> None:
-    _checkpoint(tmp_path, family, {**FAMILY_DEFAULTS.get(family, {}), **SHAPES["gqa3"]})
+    checkpoint(tmp_path, family, {**FAMILY_DEFAULTS.get(family, {}), **SHAPES["gqa3"]})
     paged = paged_model(_ours(load, tmp_path))
     num_free = len(paged.free)
     together = paged.greedy(_prompts(), 24)

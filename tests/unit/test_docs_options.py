@@ -22,7 +22,7 @@ from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.entrypoints import chat_template, server
 from halfbyte.entrypoints.anthropic import protocol as anthropic
 from halfbyte.entrypoints.http_metrics import HttpMetrics
-from halfbyte.entrypoints.openai import admin, body, decision_protocol, frontend, protocol, tokenize
+from halfbyte.entrypoints.openai import adapters, admin, body, decision_protocol, frontend, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.page.files import add_pages
@@ -47,6 +47,8 @@ MODELS: dict[str, type[BaseModel]] = {
     "`POST /tokenize`": protocol.TokenizeRequest,
     "`POST /detokenize`": protocol.DetokenizeRequest,
     **{f"`{route.method} {route.path}`": route.query for route in admin.ROUTES if route.query.model_fields},
+    "`POST /v1/load_lora_adapter`": adapters.LoadAdapterRequest,
+    "`POST /v1/unload_lora_adapter`": adapters.UnloadAdapterRequest,
 }
 JSON_TYPES = ("integer", "number", "boolean", "string", "array", "object")
 
@@ -167,7 +169,7 @@ def test_metrics_exist_and_are_documented() -> None:
     )
     words = dict.fromkeys(("model", "architecture", "dtype", "kv_cache_dtype"), "x")
     others: dict[str, Any] = {"eos_token_ids": [], "max_concurrency": 1.0, "enable_prefix_caching": True}
-    info = EngineInfo(**sizes, **words, **others, kv_cache_bytes=1, kv_cache_tokens=1)
+    info = EngineInfo(**sizes, **words, **others, kv_cache_bytes=1, kv_cache_tokens=1, max_loras=1)
     http = HttpMetrics()
     http.record("/tokenize", "POST", 200, 0.1)
     text = (EngineMetrics(info, "served").render() + http.render()).decode()

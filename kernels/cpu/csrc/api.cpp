@@ -255,7 +255,7 @@ void compute_item(const void* context, int, int64_t, uint8_t*) {
 
 // Sizes of the structures, in the order of program.h, so that a mirror of them can be checked.
 HB_EXPORT void hb_struct_sizes(int64_t* sizes) {
-  const int64_t all[] = {sizeof(Matrix), sizeof(Attention), sizeof(Op), sizeof(Buffer), sizeof(Rotary), sizeof(Group), sizeof(Step),
+  const int64_t all[] = {sizeof(Matrix), sizeof(Lora), sizeof(Attention), sizeof(Op), sizeof(Buffer), sizeof(Rotary), sizeof(Group), sizeof(Step),
                          sizeof(LogitRows)};
   std::memcpy(sizes, all, sizeof all);
 }

@@ -14,6 +14,7 @@ namespace HB_ISA {
 static_assert(sizeof(kFormats) / sizeof(kFormats[0]) == kNumWeightKinds, "one format for each kind");
 static_assert(sizeof(kCaches) / sizeof(kCaches[0]) == kNumCacheFormats, "one reader for each cache format");
 static_assert(sizeof(kCodecs) / sizeof(kCodecs[0]) == kNumCodecs, "one codec of each");
+static_assert(kShrinkRows * kPieceInputs <= 4 * kBlockRows * kPanel + kPieceInputs * kPanel, "a block of widened rows fits into the scratch of products");
 static_assert(kBlockRows % kRows == 0 && kMaxRows <= kBlockRows, "blocks of rows are cut into whole tiles");
 
 // Floating-point operations of `rounds` rounds of independent fused multiply-adds: what the machine can do at most.

@@ -256,6 +256,14 @@ static const WeightFormat kFormats[] = {
     HB_DENSE(BF16Pairs),
 };
 
+// y (+)= x * panel of plain float32 numbers x and a matrix of a dense kind: a chain is taken up where `resumes`.
+HB_INLINE void multiply_plain(
+    int kind, const uint8_t* panel, int K, int M, const float* x, int64_t ldx, float* y, int64_t ldy, bool resumes) {
+  if (kind == kF32) multiply_dense<F32>(panel, 0, K, M, x, ldx, y, ldy, resumes);
+  else if (kind == kBF16) multiply_dense<BF16>(panel, 0, K, M, x, ldx, y, ldy, resumes);
+  else multiply_dense<F16>(panel, 0, K, M, x, ldx, y, ldy, resumes);
+}
+
 // By rows of `in_type`.
 HB_INLINE Multiply multiply_of(const Matrix& w, int in_type) {
   const WeightFormat& format = kFormats[w.kind];

@@ -7,6 +7,7 @@
 #include "kv_coded.h"
 #include "kv_dense.h"
 #include "kv_pairs.h"
+#include "lora.h"
 
 namespace HB_ISA {
 
@@ -145,6 +146,7 @@ static void linear(const Op& op, const Slice& slice, int64_t item, uint8_t* scra
   for (int row = start; row < end; row += kBlockRows) {
     int rows = end - row < kBlockRows ? end - row : kBlockRows;
     multiply_of(w, op.in_type)(w, panel, panels, rows, row_of(slice, op.in, row), ldx, y, panels * kPanel, piece);
+    expand(op, slice, &w - op.matrices, panel, panels, row, rows, y, panels * kPanel);
     for (int r = 0; r < rows; r++)
       put(y + r * panels * kPanel, w.bias ? w.bias + column : nullptr, width, op.adds,
           row_of(slice, op.out, row + r) + w.first_column + column);
@@ -212,6 +214,8 @@ static void gated(const Op& op, const Slice& slice, int64_t item, uint8_t* scrat
     const float* x = row_of(slice, op.in, row);
     multiply_of(gate, op.in_type)(gate, panel, panels, rows, x, ldx, g, wide, piece);
     multiply_of(up, op.in_type)(up, panel, panels, rows, x, ldx, u, wide, piece);
+    expand(op, slice, 0, panel, panels, row, rows, g, wide);
+    expand(op, slice, 1, panel, panels, row, rows, u, wide);
     for (int r = 0; r < rows; r++) {
       float *gr = g + r * wide, *ur = u + r * wide;
       if (gate.bias) put(gr, gate.bias + column, width, false, gr);
@@ -323,6 +327,7 @@ static int64_t num_items(const Op& op, const Slice& slice) {
       return count ? (int64_t)slice.num_work[op.attention->group] * op.attention->num_heads : 0;
     case kTurn: return (int64_t)op.num_matrices * ((slice.num_rows + kBlockRows - 1) / kBlockRows);
     case kStore: return 2 * op.attention->num_kv_heads;
+    case kShrink: return num_shrink_items(op, slice);
     default: return slice.num_rows;
   }
 }
@@ -343,6 +348,7 @@ static void run_item(const Op& op, const Slice& slice, int64_t item, uint8_t* sc
     case kTurn: return turn(op, slice, item, scratch);
     case kStore: return store_coded(op, slice, item);
     case kTap: return tap_row(op, slice, item);
+    case kShrink: return shrink(op, slice, item, scratch);
   }
 }
 

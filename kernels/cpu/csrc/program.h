@@ -8,7 +8,7 @@
 
 enum WeightKind : int32_t { kF32, kBF16, kF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kBF16Pairs, kNumWeightKinds };
 enum OpCode : int32_t {
-  kEmbed, kRotary, kNorm, kLinear, kGated, kHeads, kAttend, kCombine, kBest, kBestOfPanels, kRound, kTurn, kStore, kTap, kNumOpCodes
+  kEmbed, kRotary, kNorm, kLinear, kGated, kHeads, kAttend, kCombine, kBest, kBestOfPanels, kRound, kTurn, kStore, kTap, kShrink, kNumOpCodes
 };
 enum RowType : int32_t { kFloats, kBF16Rows, kInt8Rows, kInt16Rows };  // see rows.h
 enum Activation : int32_t { kSilu, kGeluTanh };
@@ -24,6 +24,15 @@ struct Matrix {
   const float* bias;  // [num_outputs] or null
   int64_t panel_bytes;
   int32_t kind, num_outputs, num_inputs, first_column;
+};
+
+// An adapter at one product, which adds B (scales * (A x)) to it. a: the A of its parts one below the other; data null: it leaves the
+// product alone. b: one for each matrix of the product, whose inputs are A's outputs from first_column on; data null: none.
+constexpr int kMaxParts = 3;
+struct Lora {
+  Matrix a;
+  const float* scales;  // [outputs of a]
+  Matrix b[kMaxParts];
 };
 
 // A plane of the cache: row `row` of (block, kv head) lies at data + block * block_stride + head * head_stride + row * row_stride
@@ -66,6 +75,7 @@ struct Op {
   const Matrix* matrices;
   const Attention* attention;
   float* tap;  // [tokens of the step, width]
+  const Lora* loras;  // by seat, where products have adapters; null: they have none
 };
 
 constexpr int32_t kOutput = -1, kInput = -2;
@@ -92,6 +102,7 @@ struct Group {
 
 struct Step {
   const int64_t *token_ids, *positions;
+  const int32_t* seats;  // of each token's adapter, 0: none; null: no token has one
   const float* input;
   float* output;
   int64_t input_stride, output_stride;

@@ -73,6 +73,15 @@ template <int PLANES> HB_INLINE void put_whole(const float* from, int width, voi
     put_whole_group<PLANES>(from + group * kRoundGroup, width, to.numbers + group * kRoundGroup, to.scales + group, to.sums + 2 * group);
 }
 
+// Numbers `start` .. of a row of whole numbers, as float32; start and count are multiples of a group.
+template <int PLANES> HB_INLINE void widen_whole(const void* row, int width, int start, int count, float* to) {
+  const WholeRow<PLANES> from = WholeRow<PLANES>::at(row, width);
+  for (int i = start; i < start + count; i++) {
+    const int number = PLANES == 1 ? from.numbers[i] : from.numbers[i] * 256 + from.numbers[width + i];
+    *to++ = (float)number * from.scales[i / kRoundGroup];
+  }
+}
+
 // to = from, as products want them. The two do not overlap.
 HB_INLINE void put_row(int type, const float* from, int width, void* to) {
   if (type == kBF16Rows) put_bf16(from, width, (uint16_t*)to);

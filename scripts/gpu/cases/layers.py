@@ -1,6 +1,6 @@
-"""Norms, rotations and activations, in the sizes of small and of large models.
+"""Norms, rotations, activations and adapters, in the sizes of small and of large models.
 
-Shape letters: T tokens, E hidden, N query and key heads, D head dim, J = 2 * intermediate.
+Shape letters: T tokens, E hidden, O outputs, N query and key heads, D head dim, J = 2 * intermediate.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from halfbyte.kernels.lora import StackedLora
 from halfbyte.kernels.norm import HeadNorms
 from halfbyte.kernels.triton.layers import TritonLayers
 from halfbyte.platform import Platform
@@ -28,6 +29,9 @@ def layer_cases() -> Iterator[Case]:
     yield _rotate(4, 1, 256, has_norms=True, add_unit_offset=True)
     yield _gated("silu", 14336)
     yield _gated("gelu_pytorch_tanh", 6912)
+    yield _lora("qkv", 4096, (4096, 1024, 1024), 16)
+    yield _lora("down", 14336, (4096,), 64)
+    yield _lora("qkv float16", 4096, (4096, 1024, 1024), 16, torch.float16)
 
 
 def _norm(hidden: int, dtype: torch.dtype, add_unit_offset: bool = False) -> Case:
@@ -61,3 +65,12 @@ def _gated(name: str, inner: int) -> Case:
 
 def _call_gated(name: str, inner: int) -> None:
     TritonLayers().gated(name, numbers(NUM_TOKENS, 2 * inner))
+
+
+def _lora(name: str, num_inputs: int, outputs: tuple[int, ...], rank: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    def launch(platform: Platform) -> None:
+        y_TO, x_TE = (numbers(NUM_TOKENS, width, dtype=dtype) for width in (sum(outputs), num_inputs))
+        adapters = StackedLora(outputs, num_inputs, 4, rank, dtype, y_TO.device)
+        TritonLayers().add_lora(y_TO, x_TE, adapters, numbers(NUM_TOKENS, dtype=torch.int32))
+
+    return Case(f"layers adapters {name} rank {rank}", launch, is_sampled=dtype == torch.bfloat16 and rank == 16)
