@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfbyte.entrypoints.llm import LLM as LLM
     from halfbyte.entrypoints.llm import CompletionOutput as CompletionOutput
     from halfbyte.entrypoints.llm import RequestOutput as RequestOutput
+    from halfbyte.pooling import PoolingParams as PoolingParams
     from halfbyte.types import SamplingParams as SamplingParams
     from halfbyte.types import StructuredOutputsParams as StructuredOutputsParams
 
@@ -23,6 +24,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -38,6 +40,7 @@ _LAZY = {
     "BeamSearchParams": "halfbyte.entrypoints.beam_search",
     "CompletionOutput": "halfbyte.entrypoints.llm",
     "RequestOutput": "halfbyte.entrypoints.llm",
+    "PoolingParams": "halfbyte.pooling",
     "SamplingParams": "halfbyte.types",
     "StructuredOutputsParams": "halfbyte.types",
 }

@@ -99,6 +99,13 @@ _FAMILIES["Gemma3ForCausalLM"] = _FAMILIES["Gemma3TextModel"] = _Family(
     "gemma3_text", qk_norm=True, norm_unit_offset=True, scales_embeddings=True, windows="by_type", scaled_length=False
 )
 
+# The same layers without a head, or with a classifier's: models that pool.
+POOLING_ARCHITECTURES: dict[str, str] = {
+    f"{family}{ending}": f"{family}ForCausalLM"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for ending in ("Model", "ForSequenceClassification")
+}
+
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -168,6 +175,7 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> str:
     if found is None:
         by_type = {family.model_type: name for name, family in reversed(_FAMILIES.items())}
         found = by_type.get(str(values.get("model_type")), values.get("model_type"))
+    found = POOLING_ARCHITECTURES.get(str(found), found)
     if found in _FAMILIES:
         return str(found)
     if found is None:

@@ -157,6 +157,8 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "enforce_eager": True,
         "cudagraph_mode": "none",
         "compile": "native",
+        "runner": "pooling",
+        "convert": "embed",
     }
     if option in ("hf_token", "download_dir"):
         return

@@ -1,0 +1,127 @@
+"""What encoders have in common: the batch of whole texts that they read, norms, and how they are loaded.
+
+Knows configurations, files and tensors; knows no requests. The families are in `model_runner.models`; run by the encoder runner.
+
+Shape letters: T tokens of the step, E hidden, N texts of one length, L that length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfbyte.errors import ModelFileError
+from halfbyte.model_runner.checkpoint import checkpoint_tensors
+from halfbyte.model_runner.encoder_config import EncoderConfig
+from halfbyte.model_runner.layers.weights import LoadReport, load_weights, materialise, prepack_weights, weight, weight_map
+from halfbyte.model_runner.models import ENCODERS
+from halfbyte.model_runner.source import ModelFiles
+
+_DUMMY_SCALE = 0.02
+
+ENCODER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Whole texts, one behind the other. positions_T count from 0 in each. types_T: 1 for tokens of a second text, else 0.
+
+    places: length -> where the tokens of the texts of that length are, [N, L].
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    types_T: Tensor
+    places: Mapping[int, Tensor]
+
+
+class LayerNorm(nn.Module):
+    """Mean 0 and variance 1 over the last dimension, then scaled per channel."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, num_channels: int, eps: float, *, has_bias: bool = True) -> None:
+        super().__init__()
+        self.weight = weight(num_channels)
+        self.bias = weight(num_channels) if has_bias else None
+        self.eps = eps
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        return F.layer_norm(x_TE, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Table(nn.Module):
+    """Learned vectors, looked up by number."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = weight(count, size)
+
+    def forward(self, index_T: Tensor) -> Tensor:
+        return F.embedding(index_T, self.weight)
+
+
+class Encoder(nn.Module):
+    """Reads texts in both directions. Module names are those of the family's checkpoints, as `checkpoint_name` has them."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, texts: Texts) -> Tensor:
+        """Hidden states [T, E] of the last layer."""
+        raise NotImplementedError
+
+    @staticmethod
+    def checkpoint_name(name: str) -> str:
+        """The name that a tensor of a checkpoint has in this module tree."""
+        return name
+
+
+def load_encoder(
+    files: ModelFiles, config: EncoderConfig, dtype: str, device: torch.device, load_format: str
+) -> tuple[Encoder, LoadReport]:
+    """The encoder with its weights. load_format "dummy": small seeded random weights. ModelFileError when tensors are missing."""
+    module, _, name = ENCODERS[config.architecture].partition(":")
+    encoder_class: type[Encoder] = getattr(import_module(module), name)
+    model = encoder_class(config).eval()
+    materialise(model, getattr(torch, dtype), device)
+    if load_format == "dummy":
+        report = _fill(model, device)
+    else:
+        report = load_weights(model, _renamed(files, encoder_class))
+    if report.missing or report.mis_shaped:
+        wrong = [*(f"{name} is missing" for name in report.missing), *report.mis_shaped]
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ModelFileError(
+            f"{files.path} does not hold the weights that its configuration ({config.architecture}) describes: "
+            f"{', '.join(wrong[:5])}{more}"
+        )
+    if (device.type, dtype) == ("cpu", "float32"):
+        prepack_weights(model)
+    return model, report
+
+
+def _renamed(files: ModelFiles, encoder_class: type[Encoder]) -> Iterator[tuple[str, object]]:
+    for name, tensor in checkpoint_tensors(files):
+        yield encoder_class.checkpoint_name(name), tensor
+
+
+def _fill(model: Encoder, device: torch.device) -> LoadReport:
+    generator = torch.Generator(device).manual_seed(0)
+    report = LoadReport(num_bytes=sum(p.numel() * p.element_size() for p in model.parameters()))
+    for target in weight_map(model).values():
+        offset = float(isinstance(target.module, LayerNorm) and target.name == "weight")
+        target.rows.normal_(0.0, _DUMMY_SCALE, generator=generator).add_(offset)
+        report.num_tensors += 1
+    return report
