@@ -64,7 +64,7 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True):
 class PoolingInfo(msgspec.Struct, kw_only=True):
     """What a pooling model gives. Its vectors have `size` numbers: an embedding's, or one per label.
 
-    activates: what a request gets that does not say. matryoshka: the lengths to which embeddings may be cut; empty: any, None: none.
+    activates: what a request gets that does not say. matryoshka: lengths to which embeddings may be cut; empty: any, None: none.
     labels: of a classifier, in the order of its numbers. pairs: how two texts become one prompt: by the tokenizer, or in the
     words of Qwen3-Reranker; None where texts are compared by their embeddings.
     """
@@ -80,6 +80,11 @@ class PoolingInfo(msgspec.Struct, kw_only=True):
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
         return ("embed", "token_embed") if self.task == "embed" else ("classify",)
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """Its tasks, and scores of pairs of texts: by comparing embeddings, or by a classifier's only number."""
+        return (*self.tasks, "score") if self.task == "embed" or self.size == 1 else self.tasks
 
     def ask(self, params: PoolingParams, task: PoolingTask, second_from: int | None = None) -> Pooling:
         """UnsupportedError for a task that the model does not serve, UserError for what it does not offer."""
@@ -109,8 +114,8 @@ class PoolingInfo(msgspec.Struct, kw_only=True):
             raise UserError("dimensions is for embeddings; a classifier has one number per label", param="dimensions")
         if self.matryoshka is None:
             raise UserError(
-                f"dimensions={dimensions}: this model's embeddings have {self.size} numbers, and it does not say that they may be "
-                "cut; for one that was trained so (Matryoshka), start with --hf-overrides '{\"is_matryoshka\": true}'",
+                f"dimensions={dimensions}: the model does not say that its {self.size} numbers may be cut; for one that was made"
+                " for it (Matryoshka), start with --hf-overrides '{\"is_matryoshka\": true}'",
                 param="dimensions",
             )
         possible: Sequence[int] = self.matryoshka

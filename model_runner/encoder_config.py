@@ -44,8 +44,8 @@ _MAX_SIZE = 1 << 24
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
     """max_position: longest text in tokens. position_offset: what is added to a token's place in the table of positions.
-    num_types: kinds of tokens that an embedding tells apart, 0 for none. thetas: rotary bases of full and of local layers, None where
-    positions are learned. layer_reaches: how far a layer's tokens see on either side, None: all of the text.
+    num_types: kinds of tokens that an embedding tells apart, 0 for none. thetas: rotary bases of full and of local layers, None
+    where positions are learned. layer_reaches: how far a layer's tokens see on either side, None: all of the text.
     """
 
     architecture: str

@@ -1,7 +1,7 @@
 """`EncoderRunner`: one device, one encoder, no cache. Texts come whole, and leave as vectors in the same step.
 
-Keeps nothing between steps, so that there are no rows, no blocks, and nothing to release. Knows nothing of requests' lives, text or
-sockets. Driven by the engine core, one thread.
+Keeps nothing between steps, so that there are no rows, no blocks, and nothing to release. Knows nothing of requests' lives, text
+or sockets. Driven by the engine core, one thread.
 
 Shape letters: T tokens of the step, E hidden, N texts.
 """

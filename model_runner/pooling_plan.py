@@ -60,7 +60,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingPlan:
-    """mode: whose states count. is_encoder: the model has no decoder and no cache. steps: what they pass through, in order, in float32.
+    """mode: whose states count. is_encoder: the model has no decoder and no cache. steps: what states pass through, in float32.
 
     normalizes: whether embeddings have length 1 unless a request says otherwise. activation: what makes a classifier's numbers
     probabilities: sigmoid, softmax, or identity. classes: tokens whose logits are a classifier's numbers, in place of steps;

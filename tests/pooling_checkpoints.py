@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that pool, made by transformers: each family's folder, tokenizer, and sentence-transformers files.
+"""Tiny random checkpoints of models that pool, made by transformers: with tokenizers and sentence-transformers' files.
 
 Used by the tests of numbers and of servers; nothing is downloaded.
 """

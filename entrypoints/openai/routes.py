@@ -16,11 +16,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfbyte.entrypoints.decisions.results import Decision
-from halfbyte.entrypoints.openai import admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import (
+    admin,
+    chat,
+    chat_batch,
+    completions,
+    decisions,
+    embeddings,
+    scores,
+    status,
+    systemone,
+    tokenize,
+)
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
+from halfbyte.entrypoints.openai.pooling_protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from halfbyte.entrypoints.openai.protocol import (
     BatchChatRequest,
     ChatRequest,
@@ -30,6 +48,8 @@ from halfbyte.entrypoints.openai.protocol import (
 )
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from halfbyte.entrypoints.pooling.prompts import ANY, GENERATION
+from halfbyte.errors import UnsupportedError
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
@@ -39,9 +59,10 @@ NAMING, GENERATING, DECIDING = (404,), (404, 503), (404, 501, 503)
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> None:
-    """Every route of the server, bound to one engine."""
+    """Every route of the server, bound to one engine. Those that its model cannot serve answer 501, and stand in no document."""
     routes = RouteTable(app, frontend)
     _add_inference(routes)
+    _add_pooling(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
         for route in admin.ROUTES:
@@ -61,9 +82,25 @@ def _add_inference(routes: RouteTable) -> None:
     values = Answers("Answer typed questions in OpenAI's shape", decisions.Decisions, errors=DECIDING)
     post("/v1/decisions", "decision-", DecisionsRequest, decisions.create, values)
     tokens = Answers("Token ids of a text or a conversation", tokenize.Tokens, errors=NAMING)
-    post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
+    post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens, ANY)
     text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
-    post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+    post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text, ANY)
+
+
+def _add_pooling(routes: RouteTable) -> None:
+    post = routes.post
+    vectors = Answers("Embeddings of texts", embeddings.Embeddings, errors=DECIDING)
+    post("/v1/embeddings", "embd-", EmbeddingRequest, embeddings.embed, vectors, "embed")
+    pooled = Answers("What the model makes of texts, as numbers", embeddings.PooledTexts, errors=DECIDING)
+    post("/pooling", "pool-", PoolingRequest, embeddings.encode, pooled, "embed", "classify")
+    classes = Answers("Probabilities of the labels of a classifier", embeddings.Classes, errors=DECIDING)
+    post("/classify", "classify-", ClassifyRequest, embeddings.classify, classes, "classify")
+    for path in ("/score", "/v1/score"):
+        answers = Answers("How well texts answer others", scores.Scores, errors=DECIDING)
+        post(path, "score-", ScoreRequest, scores.score, answers, "score")
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answers = Answers("Documents in the order in which they answer a query", scores.Ranking, errors=DECIDING)
+        post(path, "rerank-", RerankRequest, scores.rerank, answers, "score")
 
 
 def _add_status(routes: RouteTable, frontend: Frontend) -> None:
@@ -87,8 +124,22 @@ class RouteTable:
         keyed = bool(frontend.config.api_keys)
         app.openapi = cache(lambda: build_document(self._operations, keyed=keyed))  # type: ignore[method-assign]
 
-    def post(self, path: str, prefix: str, model: type[RequestModel], handler: Handler[RequestModel], answers: Answers) -> None:
-        """A call with a body, a public id that begins with `prefix`, and a line in the log."""
+    def post(
+        self,
+        path: str,
+        prefix: str,
+        model: type[RequestModel],
+        handler: Handler[RequestModel],
+        answers: Answers,
+        *uses: str,
+    ) -> None:
+        """A call with a body, a public id that begins with `prefix`, and a line in the log.
+
+        uses: what a model must be for, one of these at least; GENERATION where none is named.
+        """
+        if (refusal := self._frontend.refuse_route(*(uses or (GENERATION,)))) is not None:
+            self._refuse(path, UnsupportedError(refusal))
+            return
 
         async def endpoint(request: Request) -> Response:
             return await answer(self._frontend, request, prefix, model, handler)
@@ -111,6 +162,12 @@ class RouteTable:
             return await admin.answer(self._frontend, request, route)
 
         self._add(endpoint, Operation(route.method, route.path, None, route.answers, is_admin=True))
+
+    def _refuse(self, path: str, error: UnsupportedError) -> None:
+        async def endpoint() -> Response:
+            return self._frontend.explain(error).response()
+
+        self._app.add_api_route(path, endpoint, methods=["POST"], name=path)
 
     def _add(self, endpoint: Callable[..., Awaitable[Response]], operation: Operation) -> None:
         self._operations.append(operation)

@@ -46,14 +46,27 @@ class PairOptions:
     template_kwargs: Mapping[str, Any] | None = None
 
 
-def require_pooling(info: PoolingInfo | None, *tasks: PoolingTask) -> PoolingInfo:
-    """UnsupportedError unless the model pools, for one of `tasks` if any are named."""
+ANY, GENERATION = "any", "generation"
+GENERATES = Refusal(
+    "this model generates text and does not pool",
+    "start it with --runner pooling for embeddings, or serve a model that is made for what is asked",
+)
+
+
+def require_pooling(info: PoolingInfo | None) -> PoolingInfo:
+    """UnsupportedError unless the model pools."""
     if info is None:
-        fix = "start it with --runner pooling for embeddings, or serve a model that is made for it"
-        raise UnsupportedError(Refusal("this model generates text and does not pool", fix))
-    if tasks:
-        info.require(*tasks)
+        raise UnsupportedError(GENERATES)
     return info
+
+
+def refuse_use(info: PoolingInfo | None, *uses: str) -> Refusal | None:
+    """Why the model is of none of these uses: ANY, GENERATION, or of `PoolingInfo.offers`. None when it is of one."""
+    offers = (GENERATION,) if info is None else info.offers
+    if set(uses) & {ANY, *offers}:
+        return None
+    asked, served = " or ".join(uses), ", ".join(offers)
+    return GENERATES if info is None else Refusal(f"this model does not serve {asked}", f"it serves {served}")
 
 
 def pair_template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate | None:

@@ -96,10 +96,7 @@ def load_encoder(
     encoder_class: type[Encoder] = getattr(import_module(module), name)
     model = encoder_class(config).eval()
     materialise(model, getattr(torch, dtype), device)
-    if load_format == "dummy":
-        report = _fill(model, device)
-    else:
-        report = load_weights(model, _renamed(files, encoder_class))
+    report = _fill(model, device) if load_format == "dummy" else load_weights(model, _renamed(files, encoder_class))
     if report.missing or report.mis_shaped:
         wrong = [*(f"{name} is missing" for name in report.missing), *report.mis_shaped]
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
