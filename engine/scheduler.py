@@ -239,7 +239,7 @@ class Scheduler:
                 request.prompt_logprobs += output.prompt_logprobs.get(request.request_id, ())
                 request.pooled += output.pooled.get(request.request_id, b"")
             if share.samples and request.source.pooling is not None:
-                news = request.report([], finish_reason="stop", pooled=request.pooled)
+                news: EngineOutput | None = request.report([], finish_reason="stop", pooled=request.pooled)
             else:
                 news = self._append(request, tokens, logprobs)
             outputs += [news] if news else []

@@ -84,12 +84,11 @@ class PendingStep:
 
     def _read_pooled(self, owners: list[int], arrays: _Arrays) -> None:
         [values_ND] = arrays
-        finite_N = np.isfinite(values_ND).all(-1)
         for place, members in groupby(range(len(owners)), key=owners.__getitem__):  # those of a request lie side by side
             rows = list(members)
             mine = slice(rows[0], rows[-1] + 1)
             self._output.pooled[self._output.request_ids[place]] = values_ND[mine].tobytes()
-            if not finite_N[mine].all():
+            if not np.isfinite(values_ND[mine]).all():
                 self._bad.add(place)
 
     def _read_prompt_logprobs(self, places: list[int], found: Lookup, arrays: _Arrays) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,8 +16,7 @@ from halfbyte.entrypoints.openai.pooling_protocol import ClassifyRequest, Embedd
 from halfbyte.entrypoints.openai.wire import Usage, to_json
 from halfbyte.entrypoints.pooling.prompts import PoolingJob
 
-Numbers = list[float] | list[list[float]] | str
-FLOAT_BYTES = 4
+Numbers = list[float | list[float]] | str
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -108,24 +108,24 @@ async def classify(frontend: Frontend, call: Call, request: ClassifyRequest) -> 
     labels = prompts.info.labels
     data = []
     for index, vector in enumerate(vectors):
-        probs = memoryview(vector).cast("f").tolist()
+        probs = _floats(vector)
         data.append(Class(index=index, label=labels[probs.index(max(probs))], probs=probs, num_classes=len(probs)))
     return to_json(Classes(id=call.public_id, created=call.created, model=model, data=data, usage=usage))
 
 
 def _vector(vector: bytes, *, as_text: bool) -> list[float] | str:
-    if as_text:
-        return b64encode(vector).decode("ascii")
-    numbers: list[float] = memoryview(vector).cast("f").tolist()
-    return numbers
+    return b64encode(vector).decode("ascii") if as_text else _floats(vector)
 
 
 def _numbers(vector: bytes, job: PoolingJob, *, as_text: bool) -> Numbers:
     if as_text or job.pooling.task != "token_embed":
         return _vector(vector, as_text=as_text)
-    rows = len(job.token_ids)
-    matrix: list[list[float]] = memoryview(vector).cast("f", (rows, len(vector) // FLOAT_BYTES // rows)).tolist()
-    return matrix
+    size = len(vector) // len(job.token_ids)
+    return [_floats(vector[start : start + size]) for start in range(0, len(vector), size)]
+
+
+def _floats(vector: bytes) -> Any:
+    return array("f", vector).tolist()
 
 
 async def _answer(frontend: Frontend, body: Any, vectors: Sequence[bytes]) -> Response:

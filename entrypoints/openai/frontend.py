@@ -36,7 +36,14 @@ from halfbyte.entrypoints.http_metrics import HttpMetrics
 from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explain, unavailable
 from halfbyte.entrypoints.openai.settings import StructureSettings
 from halfbyte.entrypoints.openai.streaming import Closeable
-from halfbyte.entrypoints.pooling.prompts import PoolingJob, PoolingPrompts, pair_template, refuse_use, require_pooling
+from halfbyte.entrypoints.pooling.prompts import (
+    GENERATION,
+    PoolingJob,
+    PoolingPrompts,
+    pair_template,
+    refuse_use,
+    require_pooling,
+)
 from halfbyte.errors import EngineDeadError, NotFoundError, Refusal
 from halfbyte.pooling import Pooling
 from halfbyte.types import EngineInfo, SamplingParams, Thinking
@@ -252,6 +259,7 @@ class Frontend:
             temperatures,
             template_kwargs=config.default_chat_template_kwargs,
             reasoning=self.answers.reasoning,
+            refusal=self.refuse_route(GENERATION),
         )
 
     @cached_property

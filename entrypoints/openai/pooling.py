@@ -68,6 +68,9 @@ async def prompt_jobs(
         return await frontend.beside.run(
             lambda: [prompts.of_text(text, params, task, special=special, seams=True, param="messages")], len(text)
         )
+    for name in ("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
+        if getattr(request, name):
+            raise UserError(f"{name} is for messages; leave it out", param=name)
     given = parse_prompts(request.input, None, frontend.engine.limits, "input")
     special = request.add_special_tokens is not False
 
