@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from halfbyte.errors import ModelFileError, Refusal, UnsupportedError, UserError
 from halfbyte.model_runner.kv_scheme import quantizes_only_kv
+from halfbyte.model_runner.models import ENCODERS
 from halfbyte.model_runner.safetensors_files import stored_dtype
 from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json, token_id_list
 
@@ -182,7 +183,10 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> str:
         raise ModelFileError(f"{path} names neither an architecture nor a model_type")
     hint = " (its text-only form, Gemma3ForCausalLM, is)" if found == "Gemma3ForConditionalGeneration" else ""
     raise UnsupportedError(
-        Refusal(f"{path}: architecture {found} is not supported{hint}", f"supported are {', '.join(_FAMILIES)}")
+        Refusal(
+            f"{path}: architecture {found} is not supported{hint}",
+            f"supported are {', '.join(_FAMILIES)}; for pooling also {', '.join((*POOLING_ARCHITECTURES, *ENCODERS))}",
+        )
     )
 
 

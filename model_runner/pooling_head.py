@@ -59,7 +59,8 @@ class PoolingHead:
         dummy: bool = False,
     ) -> None:
         self.plan = plan
-        self._classes = classes
+        self._logits = None if classes is None else classes.logits
+        self._class_ids = torch.tensor([] if classes is None else classes.token_ids, dtype=torch.int64, device=place)
         self._steps: list[tuple[HeadStep, Tensor, Tensor | None]] = []
         size = hidden_size
         for step in plan.steps:
@@ -95,10 +96,9 @@ class PoolingHead:
             pending.want_pooled([owners[index] for index in members], self._finish(mine, ask))
 
     def _through(self, states_NE: Tensor) -> Tensor:
-        if self._classes is not None:
-            ids, logits = self._classes.token_ids, self._classes.logits
-            parts = [logits(part)[:, ids].float() for part in states_NE.split(_LOGITS_AT_ONCE)]
-            scores_NO = torch.cat(parts)
+        if self._logits is not None:
+            parts = [self._logits(part)[:, self._class_ids] for part in states_NE.split(_LOGITS_AT_ONCE)]
+            scores_NO = torch.cat(parts).float()
             return scores_NO[:, 1:] - scores_NO[:, :1] if self.plan.difference else scores_NO
         for step, weight, bias in self._steps:
             if step.eps is not None:

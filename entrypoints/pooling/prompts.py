@@ -97,7 +97,7 @@ class PoolingPrompts:
         param: str = "input",
     ) -> PoolingJob:
         """seams: the text is a rendered conversation, see `Tokenizer.encode`. param: how the request calls the text."""
-        self._limits.check_text(text, self._tokenizer.max_chars_per_token, param)
+        text = self._readable(text, params, param)
         ids = self._tokenizer.encode(text, add_special_tokens=False, seams=seams)
         around = len(self._tokenizer.wrap([])) if special else 0
         ids = _cut(ids, self._room(params, around), params)
@@ -117,8 +117,7 @@ class PoolingPrompts:
             return self._qwen3(query, document, params, options)
         if options.instruction is not None:
             raise UserError("instruction: this model's prompt has no place for one; leave it out", param="instruction")
-        for text in (query, document):
-            self._limits.check_text(text, self._tokenizer.max_chars_per_token)
+        query, document = (self._readable(text, params, "input_text") for text in (query, document))
         if params.truncation_side == "left":
             raise UserError("truncation_side: pairs are cut at the right; leave it out", param="truncation_side")
         ids, second_from = self._tokenizer.encode_pair(query, document, self._room(params, 0))
@@ -128,8 +127,7 @@ class PoolingPrompts:
         """The text of its first `max_tokens` tokens; 0: all of it."""
         if not max_tokens:
             return text
-        self._limits.check_text(text, self._tokenizer.max_chars_per_token)
-        return self._tokenizer.first_tokens(text, max_tokens)
+        return self._tokenizer.first_tokens(text[: 2 * max_tokens * self._tokenizer.max_chars_per_token], max_tokens)
 
     def _templated(
         self, template: ChatTemplate, query: str, document: str, params: PoolingParams, options: PairOptions
@@ -145,12 +143,22 @@ class PoolingPrompts:
         """Its words are kept whole; what is cut is the end of the document."""
         quote = self._tokenizer.quote_special
         instruction = QWEN3_INSTRUCTION if options.instruction is None else options.instruction
+        document = self._readable(document, params, "input_text")
         middle = f"<Instruct>: {quote(instruction)}\n<Query>: {quote(query)}\n<Document>: {quote(document)}"
-        self._limits.check_text(middle.replace(SEAM, ""), self._tokenizer.max_chars_per_token, "input_text")
+        if params.truncate_prompt_tokens is None:
+            self._limits.check_text(middle.replace(SEAM, ""), self._tokenizer.max_chars_per_token, "input_text")
         begin, end = (self._tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_BEGIN, QWEN3_END))
         ids = self._tokenizer.encode(middle, add_special_tokens=False, seams=True)
         ids = _cut(ids, self._room(params, len(begin) + len(end)), params)
         return self._job([*begin, *ids, *end], self.info.ask(params, "classify"), "input_text")
+
+    def _readable(self, text: str, params: PoolingParams, param: str) -> str:
+        """As much of the text as can matter, where it is cut anyway; else a text that could never fit is refused."""
+        if params.truncate_prompt_tokens is None:
+            self._limits.check_text(text, self._tokenizer.max_chars_per_token, param)
+            return text
+        most = 2 * self._limits.max_model_len * self._tokenizer.max_chars_per_token
+        return text[-most:] if params.truncation_side == "left" else text[:most]
 
     def _room(self, params: PoolingParams, around: int) -> int | None:
         """How many tokens of a text are kept, None for all. around: those that come with every text."""
