@@ -1,4 +1,4 @@
-"""Requests for vectors in the scheduler: one output ends them, over chunks and failed steps, and nothing that counts is skipped."""
+"""Requests for vectors in the scheduler: one output ends them, over chunks and failed steps; nothing that counts is skipped."""
 
 from __future__ import annotations
 
