@@ -34,8 +34,6 @@ _OLD_MODES = {
 }
 ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid", "softmax", "silu")
 
-Step = Literal["dense", "norm"]
-
 
 @dataclass(frozen=True, slots=True)
 class HeadStep:
@@ -180,15 +178,19 @@ class _Reader:
 
     @property
     def can_generate(self) -> bool:
-        return not self.is_encoder and not self.architecture.endswith((CLASSIFIER, "Model"))
+        return not (self.is_encoder or self._is_bare or self.architecture.endswith(CLASSIFIER))
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether it has no head. Gemma's text model is named so, and generates."""
+        return self.architecture.endswith("Model") and not self.architecture.endswith("TextModel")
 
     @property
     def natural_task(self) -> Literal["embed", "classify"] | None:
         """What the files are for, None for generation."""
         if self.has_classifier:
             return "classify"
-        is_bare = self.architecture.endswith("Model") and not self.architecture.endswith("TextModel")
-        return "embed" if self.has_modules or self.is_encoder or is_bare else None
+        return "embed" if self.has_modules or self.is_encoder or self._is_bare else None
 
     def embedding(self) -> PoolingPlan:
         mode, steps, normalizes = self._modules() if self.has_modules else (self._usual_mode, [], True)
@@ -206,8 +208,7 @@ class _Reader:
         tokens = self.values.get("classifier_from_token")
         difference = bool(self.values.get("is_original_qwen3_reranker"))
         if tokens:
-            wanted = 2 if difference else MAX_LABELS
-            if not isinstance(tokens, list) or not all(isinstance(t, str) and t for t in tokens) or not 0 < len(tokens) <= wanted:
+            if not isinstance(tokens, list) or not all(isinstance(token, str) and token for token in tokens):
                 raise UserError(f"classifier_from_token must be a list of tokens, got {tokens!r}", param="hf_overrides")
             if difference and len(tokens) != 2:
                 raise UserError("is_original_qwen3_reranker wants two tokens in classifier_from_token", param="hf_overrides")
@@ -232,36 +233,23 @@ class _Reader:
         """(whose states count, what they pass through, whether the result is normalised) by modules.json."""
         assert self.folder is not None
         path = self.folder / "modules.json"
-        mode: PoolingMode | None = None
-        steps: list[HeadStep] = []
-        normalizes = False
-        for place, module in enumerate(_module_list(path)):
-            kind, folder = str(module.get("type", "")).rpartition(".")[2], module.get("path", "")
-            if not isinstance(folder, str) or (folder and Path(folder).name != folder) or folder == "..":
+        modules = _module_list(path)
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+        behind = kinds[2:]
+        normalizes = behind[-1:] == ["Normalize"]
+        if kinds[:2] != ["Transformer", "Pooling"] or set(behind[: len(behind) - normalizes]) - {"Dense"}:
+            raise self._refuse(
+                f"modules.json: {', '.join(kinds)}", "possible are Transformer, Pooling, any number of Dense, and Normalize"
+            )
+        folders = [module.get("path", "") for module in modules]
+        for folder in folders:
+            if not isinstance(folder, str) or folder == ".." or (folder and Path(folder).name != folder):
                 raise ModelFileError(f"{path}: {folder!r} is not the name of a folder beside it")
-            if normalizes or (kind == "Transformer") != (place == 0) or (kind == "Pooling") != (place == 1):
-                if kind in ("Transformer", "Pooling", "Dense", "Normalize"):
-                    raise self._refuse(
-                        f"modules.json: {kind} as module {place}", "possible are Transformer, Pooling, Dense, Normalize"
-                    )
-                raise self._refuse(f"modules.json: module {kind!r} is not supported", "possible are Pooling, Dense, Normalize")
-            match kind:
-                case "Transformer":
-                    if folder:
-                        raise self._refuse(f"modules.json: the model lies in {folder!r}, not beside it", "move it there")
-                case "Pooling":
-                    mode = self._mode(self.folder / folder / "config.json")
-                case "Dense":
-                    steps.append(_dense(self.folder, folder))
-                case "Normalize":
-                    normalizes = True
-                case _:
-                    raise self._refuse(
-                        f"modules.json: module {kind!r} is not supported", "possible are Pooling, Dense, Normalize"
-                    )
-        if mode is None:
-            raise self._refuse("modules.json has no Pooling module")
-        return mode, steps, normalizes
+        if folders[0]:
+            raise self._refuse(f"modules.json: the model lies in {folders[0]!r}", "move its files beside modules.json")
+        mode = self._mode(self.folder / folders[1] / "config.json")
+        dense = [_dense(self.folder, folder) for kind, folder in zip(kinds, folders, strict=True) if kind == "Dense"]
+        return mode, dense, normalizes
 
     def _mode(self, path: Path) -> PoolingMode:
         config = read_json(path)
@@ -287,7 +275,7 @@ class _Reader:
 
     def _classifier_steps(self) -> list[HeadStep]:
         eps = self.values.get("norm_eps", self.values.get("layer_norm_eps", 1e-5))
-        activation = str(self.values.get("classifier_activation", "gelu"))
+        activation = _activation(str(self.values.get("classifier_activation", "gelu")), self._where, ACTIVATIONS)
         match self.architecture.removesuffix(CLASSIFIER):
             case "Bert":
                 return [HeadStep("bert.pooler.dense", "tanh"), HeadStep("classifier")]
