@@ -15,6 +15,7 @@ from halfbyte.engine.scheduler import Scheduler
 from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.spec import KVLayout
+from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_files
 from halfbyte.model_runner.encoder_config import EncoderConfig, encoder_config
 from halfbyte.model_runner.pooling_plan import PoolingPlan, model_overrides
 from halfbyte.model_runner.source import ModelFiles
@@ -40,7 +41,7 @@ def build_encoder(
 ) -> tuple[EngineCore, EngineInfo]:
     """Start an engine for an encoder. HalfbyteError as `build_engine`."""
     _refuse(options)
-    encoder = encoder_config(files, model_overrides(options, plan))
+    encoder = _configuration(options, files, plan)
     phases.end("read configuration")
     config = _resolve(options, encoder, plan, platform)
     from halfbyte.model_runner.encoder_runner import EncoderRunner
@@ -62,6 +63,13 @@ def build_encoder(
     return core, _info(config, encoder, runner.head.info, runner.report, phases)
 
 
+def _configuration(options: EngineOptions, files: ModelFiles, plan: PoolingPlan) -> EncoderConfig | DecoderConfig:
+    overrides = model_overrides(options, plan)
+    if plan.reads_both_ways:
+        return config_from_files(files, overrides, may_read_both_ways=True)
+    return encoder_config(files, overrides)
+
+
 def _refuse(options: EngineOptions) -> None:
     defaults = EngineOptions()
     given = [f.name for f in fields(options) if getattr(options, f.name) != getattr(defaults, f.name)]
@@ -73,7 +81,9 @@ def _refuse(options: EngineOptions) -> None:
         raise UnsupportedError(*refusals)
 
 
-def _resolve(options: EngineOptions, encoder: EncoderConfig, plan: PoolingPlan, platform: Platform) -> EngineConfig:
+def _resolve(
+    options: EngineOptions, encoder: EncoderConfig | DecoderConfig, plan: PoolingPlan, platform: Platform
+) -> EngineConfig:
     facts = ModelFacts(
         architecture=encoder.architecture,
         dtype=encoder.checkpoint_dtype,
@@ -95,7 +105,9 @@ def _resolve(options: EngineOptions, encoder: EncoderConfig, plan: PoolingPlan, 
     return resolve(whole, facts, platform, attention_backends=("torch",))
 
 
-def _info(config: EngineConfig, encoder: EncoderConfig, pooling: PoolingInfo, report: list[str], phases: Phases) -> EngineInfo:
+def _info(
+    config: EngineConfig, encoder: EncoderConfig | DecoderConfig, pooling: PoolingInfo, report: list[str], phases: Phases
+) -> EngineInfo:
     model, scheduler = config.model, config.scheduler
     limits = f"scheduler: max_num_seqs={scheduler.max_num_seqs} max_num_batched_tokens={scheduler.max_num_batched_tokens}"
     return EngineInfo(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.config import EngineConfig
+from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.device import make_device
 from halfbyte.model_runner.encoder_config import EncoderConfig
 from halfbyte.model_runner.layers.encoder import Texts, load_encoder
@@ -29,7 +30,9 @@ from halfbyte.types import ModelRunnerOutput, NewRow, PendingOutput, SamplingPar
 class EncoderRunner:
     """Implements `halfbyte.types.Runner`. report: lines for the start-up log."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles, encoder: EncoderConfig, plan: PoolingPlan) -> None:
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, encoder: EncoderConfig | DecoderConfig, plan: PoolingPlan
+    ) -> None:
         settings = config.model
         self._device = make_device(settings.device)
         if settings.device == "cpu":

@@ -58,16 +58,18 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingPlan:
-    """mode: whose states count. is_encoder: the model has no decoder and no cache. steps: what states pass through, in float32.
+    """mode: whose states count. is_encoder: texts are read whole, without a cache. steps: what states pass through, in float32.
 
-    normalizes: whether embeddings have length 1 unless a request says otherwise. activation: what makes a classifier's numbers
-    probabilities: sigmoid, softmax, or identity. classes: tokens whose logits are a classifier's numbers, in place of steps;
-    difference: the two are one number, the second less the first. max_tokens: what sentence-transformers would read of a text.
+    reads_both_ways: the encoder is made of a decoder's layers. normalizes: whether embeddings have length 1 unless a request says
+    otherwise. activation: what makes a classifier's numbers probabilities: sigmoid, softmax, or identity. classes: tokens whose
+    logits are a classifier's numbers, in place of steps; difference: the two are one number, the second less the first.
+    max_tokens: what sentence-transformers would read of a text.
     """
 
     task: Literal["embed", "classify"]
     mode: PoolingMode
     is_encoder: bool = False
+    reads_both_ways: bool = False
     steps: tuple[HeadStep, ...] = ()
     normalizes: bool = False
     activation: str = "identity"
@@ -162,10 +164,13 @@ class _Reader:
         self.values = values
         self.architecture = architecture
         self._where = files.path
-        self.is_encoder = architecture in ENCODERS
+        self._reads_both_ways = bool(values.get("use_bidirectional_attention"))
+        self.is_encoder = architecture in ENCODERS or self._reads_both_ways
 
     @property
     def _usual_mode(self) -> PoolingMode:
+        if self._reads_both_ways:
+            return "mean"
         return "cls" if self.is_encoder else "last"
 
     @property
@@ -198,6 +203,7 @@ class _Reader:
             task="embed",
             mode=mode,
             is_encoder=self.is_encoder,
+            reads_both_ways=self._reads_both_ways,
             steps=tuple(steps),
             normalizes=normalizes,
             matryoshka=self._matryoshka(),
@@ -221,6 +227,7 @@ class _Reader:
             task="classify",
             mode=self._classifier_mode(),
             is_encoder=self.is_encoder,
+            reads_both_ways=self._reads_both_ways,
             steps=tuple(steps),
             activation=self._activation(len(labels)),
             labels=tuple(labels),

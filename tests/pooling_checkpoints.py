@@ -122,7 +122,7 @@ def make_decoder(
     torch.manual_seed(seed)
     given = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": VOCAB_SIZE - 1}
     given |= {"num_labels": labels} if ending == "ForSequenceClassification" else {}
-    given |= {"sliding_window": 16} if family == "Gemma3Text" else {}
+    given |= {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]} if family == "Gemma3Text" else {}
     made = getattr(transformers, f"{family}Config")(**given | config)
     name = "Gemma3" if (family, ending) == ("Gemma3Text", "ForCausalLM") else family
     return save(folder, getattr(transformers, f"{name}{ending}")(made).eval(), "qwen")

@@ -118,8 +118,11 @@ def _vector(vector: bytes, *, as_text: bool) -> list[float] | str:
 
 
 def _numbers(vector: bytes, job: PoolingJob, *, as_text: bool) -> Numbers:
-    if as_text or job.pooling.task != "token_embed":
-        return _vector(vector, as_text=as_text)
+    if as_text:
+        return b64encode(vector).decode("ascii")
+    if job.pooling.task != "token_embed":
+        numbers: Numbers = _floats(vector)
+        return numbers
     size = len(vector) // len(job.token_ids)
     return [_floats(vector[start : start + size]) for start in range(0, len(vector), size)]
 

@@ -8,7 +8,7 @@ Shape letters: T tokens of the step, E hidden, N texts of one length, L that len
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 import torch
@@ -16,9 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.errors import ModelFileError
+from halfbyte.kernels.attention import get_backend
+from halfbyte.kernels.encoder_attention import attend_texts
 from halfbyte.model_runner.checkpoint import checkpoint_tensors
+from halfbyte.model_runner.decoder_config import DecoderConfig
 from halfbyte.model_runner.encoder_config import EncoderConfig
+from halfbyte.model_runner.layers.context import AttentionLayer, ForwardContext
+from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.weights import LoadReport, load_weights, materialise, prepack_weights, weight, weight_map
+from halfbyte.model_runner.loader import load_model
 from halfbyte.model_runner.models import ENCODERS
 from halfbyte.model_runner.source import ModelFiles
 
@@ -88,10 +94,51 @@ class Encoder(nn.Module):
         return name
 
 
+@dataclass(slots=True)
+class _WithinTexts(ForwardContext):
+    """Attention of a decoder's layers over whole texts, without a cache."""
+
+    places: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def attend(self, layer: AttentionLayer, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        window = layer.spec.sliding_window
+        reach = None if window is None else window - 1
+        return attend_texts(q_THD, k_TGD, v_TGD, self.places, reach, layer.spec.scale)
+
+
+class BothWays(nn.Module):
+    """A decoder's layers that see in both directions: EmbeddingGemma."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, texts: Texts) -> Tensor:
+        out_TE: Tensor = self.model(texts.token_ids_T, texts.positions_T, _WithinTexts([], [], [], texts.places))
+        return out_TE
+
+
 def load_encoder(
+    files: ModelFiles, config: EncoderConfig | DecoderConfig, dtype: str, device: torch.device, load_format: str
+) -> tuple[nn.Module, LoadReport]:
+    """What makes hidden states of `Texts`, with its weights. load_format "dummy": small seeded random weights.
+
+    ModelFileError when tensors are missing.
+    """
+    if isinstance(config, DecoderConfig):
+        decoder = replace(config, tie_embeddings=True)  # there are no logits to make
+        layers, report = load_model(files, decoder, dtype, device, load_format, get_backend("reference"))
+        model: nn.Module = BothWays(layers)
+    else:
+        model, report = _load(files, config, dtype, device, load_format)
+    if (device.type, dtype) == ("cpu", "float32"):
+        prepack_weights(model)
+    return model, report
+
+
+def _load(
     files: ModelFiles, config: EncoderConfig, dtype: str, device: torch.device, load_format: str
 ) -> tuple[Encoder, LoadReport]:
-    """The encoder with its weights. load_format "dummy": small seeded random weights. ModelFileError when tensors are missing."""
     module, _, name = ENCODERS[config.architecture].partition(":")
     encoder_class: type[Encoder] = getattr(import_module(module), name)
     model = encoder_class(config).eval()
@@ -104,8 +151,6 @@ def load_encoder(
             f"{files.path} does not hold the weights that its configuration ({config.architecture}) describes: "
             f"{', '.join(wrong[:5])}{more}"
         )
-    if (device.type, dtype) == ("cpu", "float32"):
-        prepack_weights(model)
     return model, report
 
 

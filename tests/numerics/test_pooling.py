@@ -238,6 +238,25 @@ def test_dense_modules_pass_their_numbers_on(tmp_path: Path, tolerances: dict[st
             vectors(llm, TEXTS, dimensions=13)
 
 
+def test_decoders_that_read_both_ways(tmp_path: Path, tolerances: dict[str, float]) -> None:
+    """EmbeddingGemma's layers: windows to both sides, grouped heads, no cache."""
+    folder = make_decoder(tmp_path, "Gemma3Text", "Model", use_bidirectional_attention=True)
+    write_modules(folder, "mean_tokens", normalize=True, dense={"torch.nn.modules.linear.Identity": 24})
+    with pytest.raises(UserError, match="--runner generate"):
+        LLM(str(folder), runner="generate")
+    with open_llm(folder) as llm:
+        states = llm.encode(TEXTS, PoolingParams(use_activation=False), pooling_task="token_embed", **QUIET)
+        ours, alone = vectors(llm, TEXTS), np.concatenate([vectors(llm, [text]) for text in TEXTS])
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "2_Dense" / "model.safetensors")
+    for text, found, tokens in zip(TEXTS, ours, states, strict=True):
+        dense = hidden_states(folder, text) @ weights["linear.weight"].T + weights["linear.bias"]
+        np.testing.assert_allclose(tokens.outputs.data, dense, atol=1e-4)
+        np.testing.assert_allclose(found, unit(dense.mean(0)), atol=tolerances["random_model_fp32"])
+    np.testing.assert_allclose(alone, ours, atol=tolerances["random_model_fp32"])
+
+
 def test_scores_of_embeddings_are_cosines(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path, "Bert")
     with open_llm(folder) as llm:
@@ -277,6 +296,15 @@ def test_a_vector_that_is_no_number_fails_alone(tmp_path: Path) -> None:
         with pytest.raises(HalfbyteError, match="non-finite"):
             llm.embed(["fine", "z"], **QUIET)
         assert np.isfinite(vectors(llm, ["fine"])).all()
+
+
+def test_cross_encoder_of_sentence_transformers_agrees(tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    folder = make_encoder(tmp_path, "XLMRoberta", labels=1)
+    theirs = library.CrossEncoder(str(folder), device="cpu").predict(PAIRS)
+    with open_llm(folder) as llm:
+        scores = [output.outputs.score for output in llm.score(PAIRS[0][0], [d for _, d in PAIRS], **QUIET)]
+    np.testing.assert_allclose(scores, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
