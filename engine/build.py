@@ -73,19 +73,23 @@ def build_engine(
         from halfbyte.engine.build_encoder import build_encoder
 
         return build_encoder(options, files, plan, platform, phases)
+    return _build_decoder(options, files, plan, platform, phases, streams=streams)
+
+
+def _build_decoder(
+    options: EngineOptions, files: ModelFiles, plan: PoolingPlan | None, platform: Platform, phases: Phases, *, streams: bool
+) -> tuple[EngineCore, EngineInfo]:
     decoder = config_from_files(files, model_overrides(options, plan))
+    makes_logits = plan is None or bool(plan.classes)
+    if not makes_logits:
+        decoder = replace(decoder, tie_embeddings=True)  # no second matrix of the vocabulary is read
     tokenizer = cache(lambda: load_front(options).tokenizer)
-    class_ids: list[int] = []
-    is_headless = plan is not None and not plan.classes and not decoder.tie_embeddings
-    if plan is not None and plan.classes:
-        class_ids = plan.class_ids(tokenizer())
-    if is_headless:
-        decoder = replace(decoder, tie_embeddings=True)  # what pools has no use for another matrix
+    class_ids = plan.class_ids(tokenizer()) if plan is not None and plan.classes else []
     phases.end("read configuration")
     absent = absent_backends(platform)
     phases.end("load CPU kernels")
     config = resolve_all(options, files, decoder, platform, absent, streams=streams, plan=plan)
-    if is_headless:
+    if not makes_logits:
         _refuse_check(config)
     _size(config, decoder, platform, kv_layout(config, decoder))  # what does not fit into empty memory fits no better later
     from halfbyte.model_runner.runner import load_runner
@@ -115,18 +119,22 @@ def build_engine(
     phases.end("warm up")
     if runner.capture_graphs():
         phases.end("capture graphs")
+    core = _core(config, capacity, runner, parts.digest, Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids))
+    return core, _info(config, decoder, capacity, runner, phases.done)
+
+
+def _core(config: EngineConfig, capacity: KVCapacity, runner: ModelRunner, digest: bytes, preparation: Preparation) -> EngineCore:
+    """digest: what the cached numbers depend on beside tokens."""
     manager = KVCacheManager(
         capacity.layout,
         capacity.num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        content=parts.digest,
+        content=digest,
     )
-    worth_waiting = 1 if platform.device == "cpu" else WORTH_WAITING_TOKENS
+    worth_waiting = 1 if config.model.device == "cpu" else WORTH_WAITING_TOKENS
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len, worth_waiting_tokens=worth_waiting)
-    preparation = Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
-    core = EngineCore(scheduler, runner, preparation, async_scheduling=config.scheduler.async_scheduling)
-    return core, _info(config, decoder, capacity, runner, phases.done)
+    return EngineCore(scheduler, runner, preparation, async_scheduling=config.scheduler.async_scheduling)
 
 
 def resolve_all(
@@ -233,7 +241,7 @@ def _share(utilization: float, platform: Platform, profile: MemoryProfile | None
 
 
 def _refuse_check(config: EngineConfig) -> None:
-    """A model without its matrix of logits cannot show what a KV format does to them."""
+    """A model that makes no logits cannot show what a KV format does to them."""
     if needs_calibration(config.cache.layer_dtypes) and config.cache.kv_check != "off":
         reason = f"{config.cache.layers_name} is checked at start by its effect on logits, and a model that pools makes none"
         raise UnsupportedError(Refusal(reason, "use --kv-check off, or another --kv-cache-dtype"))
