@@ -77,7 +77,7 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.source.prompt_token_ids)
 
-    def report(self, token_ids: list[int], finish_reason: FinishReason | None) -> EngineOutput:
+    def report(self, token_ids: list[int], finish_reason: FinishReason | None, pooled: bytes | None = None) -> EngineOutput:
         """An output of it; its first one says when it was first scheduled."""
         scheduled_s = None if self.was_reported else self.scheduled_s
         self.was_reported = True
@@ -88,6 +88,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             scheduled_s=scheduled_s,
+            pooled=pooled,
         )
 
     @property
@@ -101,20 +102,6 @@ class Request:
         if (pooling := self.source.pooling) is not None:
             return pooling.reads_all
         return self.source.sampling.prompt_logprobs is not None and not self.num_output_tokens
-
-    def report(self, token_ids: list[int], finish_reason: FinishReason | None, pooled: bytes | None = None) -> EngineOutput:
-        """An output; the request's first one says when it was first scheduled."""
-        scheduled_s = None if self.was_reported else self.scheduled_s
-        self.was_reported = True
-        return EngineOutput(
-            request_id=self.request_id,
-            new_token_ids=token_ids,
-            finish_reason=finish_reason,
-            num_cached_tokens=self.num_cached_tokens,
-            num_preemptions=self.num_preemptions,
-            scheduled_s=scheduled_s,
-            pooled=pooled,
-        )
 
     def drop_undelivered(self) -> None:
         """Forget what was collected over the prompt's chunks: they are computed again."""

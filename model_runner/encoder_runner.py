@@ -9,22 +9,24 @@ Shape letters: T tokens of the step, E hidden, N texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.config import EngineConfig
 from halfbyte.model_runner.decoder_config import DecoderConfig
-from halfbyte.model_runner.device import make_device
+from halfbyte.model_runner.device import Accelerator, make_device
 from halfbyte.model_runner.encoder_config import EncoderConfig
 from halfbyte.model_runner.layers.encoder import Texts, load_encoder
 from halfbyte.model_runner.pending import PendingStep
 from halfbyte.model_runner.pooling_head import PoolingHead
 from halfbyte.model_runner.pooling_plan import PoolingPlan
 from halfbyte.model_runner.source import ModelFiles
-from halfbyte.types import ModelRunnerOutput, NewRow, PendingOutput, SamplingParams, SchedulerOutput
+from halfbyte.platform import trim_heap
+from halfbyte.types import MemoryPart, ModelRunnerOutput, NewRow, PendingOutput, SamplingParams, SchedulerOutput
 
 
 class EncoderRunner:
@@ -38,7 +40,10 @@ class EncoderRunner:
         if settings.device == "cpu":
             torch.set_num_threads(settings.num_threads)
         place, load_format = self._device.place, settings.load_format
-        self._model, loaded = load_encoder(files, encoder, settings.dtype, place, load_format)
+        self._load = partial(load_encoder, files, encoder, settings.dtype, place, load_format)
+        self._model: nn.Module | None
+        self._model, loaded = self._load()
+        self._offloaded = False
         self._plan = plan
         self.head = PoolingHead(plan, files, encoder.hidden_size, place, dummy=load_format == "dummy")
         self._step: tuple[list[NewRow], Tensor] | None = None
@@ -60,6 +65,7 @@ class EncoderRunner:
         rows = [entered[request_id] for request_id in scheduled.num_scheduled_tokens]
         for row in rows:
             assert scheduled.num_scheduled_tokens[row.request_id] == len(row.token_ids), "texts come whole"
+        assert self._model is not None, "a step was asked of a runner that sleeps"
         self._step = rows, self._model(self._texts(rows))
 
     @torch.inference_mode()
@@ -89,9 +95,37 @@ class EncoderRunner:
         self.execute(SchedulerOutput(new_rows=[row], num_scheduled_tokens={"dummy": 2}))
         self.sample().result()
 
+    @property
+    def missing(self) -> tuple[MemoryPart, ...]:
+        """The weights, between `sleep` and `wake_up`. There is no cache that could be missing."""
+        return ("weights",) if self._model is None or self._offloaded else ()
+
+    def sleep(self, level: int) -> None:
+        """As a decoder's runner does it; at level 1 a CPU has nothing to give back."""
+        self._step = None
+        if level == 2:
+            self._model, self._offloaded = None, False
+        elif not self._device.is_host and self._model is not None:
+            self._model.to("cpu")
+            self._offloaded = True
+        if isinstance(self._device, Accelerator):
+            self._device.trim()
+        trim_heap()
+
+    def wake_up(self, part: MemoryPart) -> None:
+        """Fetch the weights from the host or from the checkpoint."""
+        if part not in self.missing:
+            return
+        if self._model is None:
+            self._model, _ = self._load()
+        else:
+            self._model.to(self._device.place)
+        self._offloaded = False
+        self.warm_up()
+
     def close(self) -> None:
         """Drop the model."""
-        self.__dict__.pop("_model", None)
+        self._model = None
 
     def _state(self, text_TE: Tensor) -> Tensor:
         """[1, E]: what the text's states come to."""

@@ -9,7 +9,6 @@ Shape letters: N states, E hidden, D numbers of a vector, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,16 +36,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """A classifier that reads logits: token ids of its classes, and the logits of states."""
-
-    token_ids: list[int]
-    logits: Callable[[Tensor], Tensor]
-
-
 class PoolingHead:
-    """size: how many numbers its vectors have."""
+    """size: how many numbers its vectors have. class_ids: of a classifier that reads the logits of tokens."""
 
     def __init__(
         self,
@@ -55,12 +46,11 @@ class PoolingHead:
         hidden_size: int,
         place: torch.device | str,
         *,
-        classes: Classes | None = None,
+        class_ids: Sequence[int] = (),
         dummy: bool = False,
     ) -> None:
         self.plan = plan
-        self._logits = None if classes is None else classes.logits
-        self._class_ids = torch.tensor([] if classes is None else classes.token_ids, dtype=torch.int64, device=place)
+        self._class_ids = torch.tensor(class_ids, dtype=torch.int64, device=place)
         self._steps: list[tuple[HeadStep, Tensor, Tensor | None]] = []
         size = hidden_size
         for step in plan.steps:
@@ -68,7 +58,7 @@ class PoolingHead:
             _check_shapes(files, step, weight, bias, size)
             self._steps.append((step, weight.to(place), None if bias is None else bias.to(place)))
             size = weight.shape[0]
-        self.size = len(plan.labels) if classes is not None else size
+        self.size = len(plan.labels) if class_ids else size
         if plan.task == "classify" and self.size != len(plan.labels):
             raise ModelFileError(
                 f"{files.path}: the classifier has {self.size} outputs, the configuration names {len(plan.labels)} labels"
@@ -84,28 +74,39 @@ class PoolingHead:
         info = self.info
         return info.ask(PoolingParams(), info.tasks[0])
 
-    def send(self, pending: PendingStep, owners: Sequence[int], asked: Sequence[Pooling], states_NE: Tensor) -> None:
-        """Have `pending` bring the vectors of these states: state i is one that request `owners[i]` of the batch wants."""
+    def send(
+        self,
+        pending: PendingStep,
+        owners: Sequence[int],
+        asked: Sequence[Pooling],
+        states_NE: Tensor,
+        logits: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Have `pending` bring the vectors of these states: state i is one that request `owners[i]` of the batch wants.
+
+        logits: of states, for a classifier that reads them.
+        """
         groups: dict[Pooling, list[int]] = {}
         for index, ask in enumerate(asked):
             groups.setdefault(Pooling(ask.task, ask.activates, False, ask.dimensions), []).append(index)
-        values_ND = self._through(states_NE.float())
+        values_ND = self._through(states_NE) if logits is None else self._of_classes(states_NE, logits)
         for ask, members in groups.items():
             whole = len(members) == len(asked)
             mine = values_ND if whole else torch.stack([values_ND[index] for index in members])
             pending.want_pooled([owners[index] for index in members], self._finish(mine, ask))
 
     def _through(self, states_NE: Tensor) -> Tensor:
-        if self._logits is not None:
-            parts = [self._logits(part)[:, self._class_ids] for part in states_NE.split(_LOGITS_AT_ONCE)]
-            scores_NO = torch.cat(parts).float()
-            return scores_NO[:, 1:] - scores_NO[:, :1] if self.plan.difference else scores_NO
+        states_NE = states_NE.float()
         for step, weight, bias in self._steps:
             if step.eps is not None:
                 states_NE = F.layer_norm(states_NE, weight.shape, weight, bias, step.eps)
             else:
                 states_NE = _ACTIVATIONS[step.activation](F.linear(states_NE, weight, bias))
         return states_NE
+
+    def _of_classes(self, states_NE: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        scores_NO = torch.cat([logits(part)[:, self._class_ids] for part in states_NE.split(_LOGITS_AT_ONCE)])
+        return scores_NO[:, 1:] - scores_NO[:, :1] if self.plan.difference else scores_NO
 
     def _finish(self, values_ND: Tensor, ask: Pooling) -> Tensor:
         if self.plan.task == "classify":

@@ -216,6 +216,10 @@ class _Reader:
         if tokens:
             if not isinstance(tokens, list) or not all(isinstance(token, str) and token for token in tokens):
                 raise UserError(f"classifier_from_token must be a list of tokens, got {tokens!r}", param="hf_overrides")
+            if self.is_encoder:
+                raise UserError(
+                    f"classifier_from_token: {self.architecture} makes no logits of tokens; leave it out", param="hf_overrides"
+                )
             if difference and len(tokens) != 2:
                 raise UserError("is_original_qwen3_reranker wants two tokens in classifier_from_token", param="hf_overrides")
             labels, steps = ([tokens[1]] if difference else tokens), []

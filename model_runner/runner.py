@@ -42,7 +42,7 @@ from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.weights import LoadReport, prepack_weights
 from halfbyte.model_runner.loader import load_model
-from halfbyte.model_runner.pooling_head import Classes, PoolingHead
+from halfbyte.model_runner.pooling_head import PoolingHead
 from halfbyte.model_runner.pooling_plan import PoolingPlan
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampling_kernels import SamplingKernels, TorchSampling
@@ -178,7 +178,7 @@ class ModelRunner:
         if self.head is None:
             self._sampling = StepSampling(self.model, self._rows, sampling, mode)
         else:
-            self._sampling = StepPooling(self.head, self._rows, self._max_rows, self.model.config.hidden_size)
+            self._sampling = StepPooling(self.head, self._rows, self._max_rows, self.model)
 
     def allocate_for(self, num_tokens: int) -> None:
         """A small cache: for one text of `num_tokens` at a time."""

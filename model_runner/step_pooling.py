@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.model_runner.cpu_model import CpuModel
 from halfbyte.model_runner.input_batch import InputBatch
+from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.pending import PendingStep
 from halfbyte.model_runner.pooling_head import PoolingHead
 from halfbyte.model_runner.request_rows import RequestRows
@@ -21,13 +23,14 @@ from halfbyte.model_runner.request_rows import RequestRows
 class StepPooling:
     """The sum of a mean is float32, whatever the model computes in."""
 
-    def __init__(self, head: PoolingHead, rows: RequestRows, num_rows: int, hidden_size: int) -> None:
+    def __init__(self, head: PoolingHead, rows: RequestRows, num_rows: int, model: Model | CpuModel) -> None:
         self._head = head
+        self._logits = model.compute_logits if head.plan.classes else None
         self._rows = rows
         self._mode = head.plan.mode
         self._kept_RE = None
         if self._mode != "last":
-            self._kept_RE = torch.zeros(num_rows, hidden_size, dtype=torch.float32, device=rows.device.place)
+            self._kept_RE = torch.zeros(num_rows, model.config.hidden_size, dtype=torch.float32, device=rows.device.place)
 
     def __call__(self, batch: InputBatch, hidden_TE: Tensor, grammar_mask: np.ndarray | None) -> PendingStep:
         pending = PendingStep(batch.request_ids)
@@ -53,7 +56,7 @@ class StepPooling:
                 owners.append(place)
                 asked.append(ask)
         if states:
-            self._head.send(pending, owners, asked, torch.cat(states))
+            self._head.send(pending, owners, asked, torch.cat(states), self._logits)
         pending.send(self._rows.device)
         return pending
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfbyte.model_runner.pooling_head import Classes, PoolingHead
+from halfbyte.model_runner.pooling_head import PoolingHead
 from halfbyte.model_runner.pooling_plan import PoolingPlan
 from halfbyte.pooling import Pooling, PoolingMode
 from halfbyte.types import GrownRow, NewRow, SamplingParams, SchedulerOutput
@@ -30,8 +30,7 @@ def arithmetic() -> Iterator[None]:
 
 def driver_of(fake_device: Any, plan: PoolingPlan, **options: Any) -> Driver:
     runner = make_runner(fake_device.FakeDevice(), **options)
-    classes = Classes([4, 9], runner.model.compute_logits) if plan.classes else None
-    runner.head = PoolingHead(plan, None, 16, "cpu", classes=classes)  # type: ignore[arg-type]
+    runner.head = PoolingHead(plan, None, 16, "cpu", class_ids=[4, 9] if plan.classes else [])  # type: ignore[arg-type]
     runner.allocate_cache(200, MAX_LEN)
     runner.capture_graphs()
     return Driver(runner)
