@@ -87,25 +87,29 @@ class Tokenizer:
         prefix, suffix = self.affixes
         return [*(() if tuple(ids[: len(prefix)]) == prefix else prefix), *ids, *suffix]
 
-    def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int | None]:
+    def encode_pair(self, first: str, second: str, room: int | None = None) -> tuple[list[int], int | None]:
         """(ids of two texts in one prompt, where those begin that the model tells apart as the second's; None: it does not).
 
-        max_tokens: of both and what stands around them: the longer text is cut at its end, then both.
+        room: for tokens of both, beside `num_around_pair`: the longer text is cut at its end, then both.
         """
         for text in (first, second):
             _require_unicode(text)
         a, b = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
-        if max_tokens is not None:
-            num_special = self._backend.num_special_tokens_to_add(True)
-            if self._own_affixes != (None, None):
-                num_special = sum(map(len, self.affixes))
-            lengths = share_tokens(len(a.ids), len(b.ids), max(0, max_tokens - num_special))
+        if room is not None:
+            lengths = share_tokens(len(a.ids), len(b.ids), room)
             a.truncate(lengths[0])
             b.truncate(lengths[1])
         if self._own_affixes != (None, None):
             return self.wrap([*a.ids, *b.ids]), None
         whole = self._backend.post_process(a, b, True)
         return list(whole.ids), next((at for at, kind in enumerate(whole.type_ids) if kind), None)
+
+    @cached_property
+    def num_around_pair(self) -> int:
+        """How many tokens stand around and between the two texts of a pair."""
+        if self._own_affixes != (None, None):
+            return sum(map(len, self.affixes))
+        return int(self._backend.num_special_tokens_to_add(True))
 
     def first_tokens(self, text: str, count: int) -> str:
         """The beginning of `text` that its first `count` tokens stand for."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.engine.limits import Limits
-from halfbyte.engine.tokenizer import SEAM, Tokenizer
+from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.entrypoints.chat_template import ChatTemplate
 from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.pooling import Pooling, PoolingInfo, PoolingParams, PoolingTask
@@ -113,14 +113,15 @@ class PoolingPrompts:
             return self._templated(self._template, query, document, params, options)
         if options.template_kwargs:
             raise UserError("chat_template_kwargs: this model has no template for pairs", param="chat_template_kwargs")
+        if params.truncation_side == "left":
+            raise UserError("truncation_side: pairs are cut at the right; leave it out", param="truncation_side")
+        query, document = (self._readable(text, params, "input_text") for text in (query, document))
         if self.info.pairs == "qwen3_reranker":
             return self._qwen3(query, document, params, options)
         if options.instruction is not None:
             raise UserError("instruction: this model's prompt has no place for one; leave it out", param="instruction")
-        query, document = (self._readable(text, params, "input_text") for text in (query, document))
-        if params.truncation_side == "left":
-            raise UserError("truncation_side: pairs are cut at the right; leave it out", param="truncation_side")
-        ids, second_from = self._tokenizer.encode_pair(query, document, self._room(params, 0))
+        room = self._room(params, self._tokenizer.num_around_pair)
+        ids, second_from = self._tokenizer.encode_pair(query, document, room)
         return self._job(ids, self.info.ask(params, "classify", second_from), "input_text")
 
     def shortened(self, text: str, max_tokens: int) -> str:
@@ -143,10 +144,8 @@ class PoolingPrompts:
         """Its words are kept whole; what is cut is the end of the document."""
         quote = self._tokenizer.quote_special
         instruction = QWEN3_INSTRUCTION if options.instruction is None else options.instruction
-        document = self._readable(document, params, "input_text")
         middle = f"<Instruct>: {quote(instruction)}\n<Query>: {quote(query)}\n<Document>: {quote(document)}"
-        if params.truncate_prompt_tokens is None:
-            self._limits.check_text(middle.replace(SEAM, ""), self._tokenizer.max_chars_per_token, "input_text")
+        middle = self._readable(middle, params, "input_text")
         begin, end = (self._tokenizer.encode(text, add_special_tokens=False) for text in (QWEN3_BEGIN, QWEN3_END))
         ids = self._tokenizer.encode(middle, add_special_tokens=False, seams=True)
         ids = _cut(ids, self._room(params, len(begin) + len(end)), params)

@@ -223,6 +223,14 @@ def test_rerank(reranker: Server, path: str) -> None:
     assert top["results"] == body["results"][:2] and top["usage"] == body["usage"]
 
 
+def test_pairs_are_cut_where_they_are_long(reranker: Server) -> None:
+    body = {"queries": "query", "documents": "a longer document"}
+    post(reranker, "/score", body | {"truncate_prompt_tokens": 9})
+    assert reranker.model.requests[-1].prompt_token_ids == reranker.tokens("quera lo")
+    for wrong in ({"truncate_prompt_tokens": 1}, {"truncate_prompt_tokens": 9, "truncation_side": "left"}):
+        assert not complaint(reranker.post("/score", body | wrong))
+
+
 def test_texts_of_pairs_are_cut_as_asked(reranker: Server) -> None:
     post(reranker, "/score", {"queries": "query", "documents": "document", "max_tokens_per_query": 2, "max_tokens_per_doc": 3})
     assert reranker.model.requests[-1].prompt_token_ids == reranker.tokens("qudoc")
