@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from itertools import count
 
+from halfbyte.adapters import LoadedAdapter
+from halfbyte.config import LoraConfig
 from halfbyte.errors import UserError
-from halfbyte.types import EngineRequest, Runner
+from halfbyte.types import AdapterRunner, EngineRequest
 
 
 class EngineAdapters:
     """At most `max_loras` are loaded at a time. `runner` holds them."""
 
-    def __init__(self, runner: Runner, max_loras: int) -> None:
+    def __init__(self, runner: AdapterRunner, max_loras: int) -> None:
         self._runner = runner
         self._max_loras = max_loras
         self._ids = count(1)
@@ -24,7 +26,7 @@ class EngineAdapters:
         self._num_requests: dict[int, int] = {}  # of those that the runner holds
 
     def load(self, path: str, replaces: int | None = None) -> int:
-        """The new adapter's id. replaces: one that is to be unloaded next. Errors change nothing: as `Runner.add_adapter`."""
+        """The new adapter's id. replaces: one that is to be unloaded next. Errors change nothing: as `AdapterRunner.add_adapter`."""
         if len(self._loaded - {replaces}) >= self._max_loras:
             raise UserError(
                 f"{self._max_loras} adapters are loaded, and --max-loras allows no more; unload one", param="lora_name"
@@ -60,3 +62,13 @@ class EngineAdapters:
         if adapter_id not in self._loaded and not self._num_requests[adapter_id]:
             del self._num_requests[adapter_id]
             self._runner.remove_adapter(adapter_id)
+
+
+def load_adapters(config: LoraConfig | None, runner: AdapterRunner) -> tuple[EngineAdapters | None, list[LoadedAdapter]]:
+    """Those of `--lora-modules`; None where there are to be none. Raises the error of the first that cannot be applied."""
+    if config is None:
+        return None, []
+    adapters = EngineAdapters(runner, config.max_loras)
+    return adapters, [
+        LoadedAdapter(module.name, module.path, adapters.load(module.path), module.base_model_name) for module in config.modules
+    ]

@@ -26,6 +26,7 @@ from halfbyte.engine.stats_log import StatsLog
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.engine.totals import Totals
 from halfbyte.errors import EngineDeadError, OverloadedError, UserError
+from halfbyte.pooling import Pooling
 from halfbyte.types import EngineInfo, EngineRequest, SamplingParams, StepOutput, Thinking
 
 LONG_TEXT_CHARS = 20_000
@@ -148,6 +149,14 @@ class AsyncEngine:
         of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter_id": _id_of(adapter)}
         request = self._maker.make_read(prompt_token_ids, token_ids, **of_call)
         return self._start([request], request.sampling, None, adapter)
+
+    def pool(
+        self, prompt_token_ids: list[int], pooling: Pooling, *, priority: int = 0, cache_salt: str | None = None
+    ) -> Generation:
+        """Start to compute vectors of the prompt: one delta, with them. Errors and admission as `read`."""
+        self._require_alive()
+        request = self._maker.make_pooling(prompt_token_ids, pooling, priority=priority, cache_salt=cache_salt)
+        return self._start([request], request.sampling, None, adapter=None)
 
     async def control(self, action: Order[Answer]) -> Answer:
         """Have the engine carry out an action, between two steps. Raises the HalfbyteError that it raised there; EngineDeadError

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,15 +17,16 @@ from typing import TYPE_CHECKING
 
 from halfbyte.adapters import LoadedAdapter
 from halfbyte.config import EngineConfig, EngineOptions
-from halfbyte.engine.adapters import EngineAdapters
+from halfbyte.engine.adapters import EngineAdapters, load_adapters
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.front import find_model, load_front
 from halfbyte.engine.grammar.preparation import Preparation
 from halfbyte.engine.kv_calibration import check, needs_calibration, prepare_parts
 from halfbyte.engine.kv_layout import backend_refusals, choose_backend, kv_layout, model_facts, rule_origin
 from halfbyte.engine.kv_plan import read_plan
+from halfbyte.engine.phases import PhaseReport, Phases
 from halfbyte.engine.scheduler import WORTH_WAITING_TOKENS, Scheduler
-from halfbyte.errors import CapacityError, Refusal
+from halfbyte.errors import CapacityError, Refusal, UnsupportedError
 from halfbyte.kernels.attention import BACKENDS, presence
 from halfbyte.kernels.attention.selection import AUTO, model_rule
 from halfbyte.kernels.attention.vendors import VENDORS, priority
@@ -36,6 +36,7 @@ from halfbyte.kvcache.manager import KVCacheManager
 from halfbyte.kvcache.sizing import KVCapacity, blocks_for_request, size_cache
 from halfbyte.kvcache.spec import KVLayout
 from halfbyte.model_runner.decoder_config import DecoderConfig, config_from_files
+from halfbyte.model_runner.pooling_plan import PoolingPlan, model_overrides, plan_pooling
 from halfbyte.model_runner.source import ModelFiles
 from halfbyte.platform import Platform, available_memory_bytes, detect_platform
 from halfbyte.resolve import AUTO_FIT, config_lines, resolve
@@ -55,8 +56,6 @@ _TOKENS_FIXED = "KV size: tokens are fixed, by {}; bytes follow from the format"
 
 log = logging.getLogger(__name__)
 
-PhaseReport = Callable[[str, float], None]
-
 
 def build_engine(
     options: EngineOptions, report: PhaseReport = lambda name, seconds: None, *, streams: bool = False
@@ -67,25 +66,46 @@ def build_engine(
 
     Raises a HalfbyteError with a one-line message when the model, the options and the machine do not go together.
     """
-    phases = _Phases(report)
+    phases = Phases(report)
     os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPIN_COUNT)
     files = find_model(options.model, options)
-    decoder = config_from_files(files, options.hf_overrides or {})
+    plan = plan_pooling(files, options)
+    if plan is not None and options.enable_lora:
+        raise UnsupportedError(
+            Refusal("--enable-lora: adapters are for models that generate, and this one pools", "leave it out")
+        )
     platform = detect_platform(options.device)
+    if plan is not None and plan.is_encoder:
+        from halfbyte.engine.build_encoder import build_encoder
+
+        return build_encoder(options, files, plan, platform, phases)
+    return _build_decoder(options, files, plan, platform, phases, streams=streams)
+
+
+def _build_decoder(
+    options: EngineOptions, files: ModelFiles, plan: PoolingPlan | None, platform: Platform, phases: Phases, *, streams: bool
+) -> tuple[EngineCore, EngineInfo]:
+    decoder = config_from_files(files, model_overrides(options, plan))
+    makes_logits = plan is None or bool(plan.classes)
+    if not makes_logits:
+        decoder = replace(decoder, tie_embeddings=True)  # no second matrix of the vocabulary is read
+    tokenizer = cache(lambda: load_front(options).tokenizer)
+    class_ids = plan.class_ids(tokenizer()) if plan is not None and plan.classes else []
     phases.end("read configuration")
     absent = absent_backends(platform)
     phases.end("load CPU kernels")
-    config = resolve_all(options, files, decoder, platform, absent, streams=streams)
+    config = resolve_all(options, files, decoder, platform, absent, streams=streams, plan=plan)
+    if not makes_logits:
+        _refuse_check(config)
     _size(config, decoder, platform, kv_layout(config, decoder))  # what does not fit into empty memory fits no better later
     from halfbyte.model_runner.runner import load_runner
 
     phases.end("resolve configuration, import torch")
-    runner = load_runner(config, files, decoder, platform)
+    runner = load_runner(config, files, decoder, platform, plan, class_ids)
     phases.end("load weights")
-    adapters, loaded = load_adapters(config, runner)
+    adapters, loaded = load_adapters(config.lora, runner)
     if adapters is not None:
         phases.end("load adapters")
-    tokenizer = cache(lambda: load_front(options).tokenizer)
     parts = prepare_parts(config, files, runner, tokenizer, log.info)
     runner.set_parts(parts.layers)
     runner.report += parts.lines
@@ -108,29 +128,30 @@ def build_engine(
     phases.end("warm up")
     if runner.capture_graphs():
         phases.end("capture graphs")
+    preparation = Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
+    core = _core(config, capacity, runner, parts.digest, preparation, adapters)
+    return core, _info(config, decoder, capacity, runner, phases.done, loaded)
+
+
+def _core(
+    config: EngineConfig,
+    capacity: KVCapacity,
+    runner: ModelRunner,
+    digest: bytes,
+    preparation: Preparation,
+    adapters: EngineAdapters | None,
+) -> EngineCore:
+    """digest: what the cached numbers depend on beside tokens."""
     manager = KVCacheManager(
         capacity.layout,
         capacity.num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        content=parts.digest,
+        content=digest,
     )
-    worth_waiting = 1 if platform.device == "cpu" else WORTH_WAITING_TOKENS
+    worth_waiting = 1 if config.model.device == "cpu" else WORTH_WAITING_TOKENS
     scheduler = Scheduler(config.scheduler, manager, max_model_len=capacity.max_model_len, worth_waiting_tokens=worth_waiting)
-    preparation = Preparation(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
-    core = EngineCore(scheduler, runner, preparation, adapters, async_scheduling=config.scheduler.async_scheduling)
-    return core, _info(config, decoder, capacity, runner, phases.done, loaded)
-
-
-def load_adapters(config: EngineConfig, runner: ModelRunner) -> tuple[EngineAdapters | None, list[LoadedAdapter]]:
-    """Those of `--lora-modules`. Raises the error of the first that cannot be applied."""
-    if config.lora is None:
-        return None, []
-    adapters = EngineAdapters(runner, config.lora.max_loras)
-    return adapters, [
-        LoadedAdapter(module.name, module.path, adapters.load(module.path), module.base_model_name)
-        for module in config.lora.modules
-    ]
+    return EngineCore(scheduler, runner, preparation, adapters, async_scheduling=config.scheduler.async_scheduling)
 
 
 def resolve_all(
@@ -141,19 +162,22 @@ def resolve_all(
     absent: Mapping[str, Refusal],
     *,
     streams: bool = False,
+    plan: PoolingPlan | None = None,
 ) -> EngineConfig:
     """The configuration, with an attention back end that reads every layer's KV format. No weight is read.
 
-    absent: the back ends that this machine cannot run, and why. UserError and UnsupportedError as `resolve`, and for what no back
-    end reads.
+    absent: the back ends that this machine cannot run, and why. plan: of a model that pools. UserError and UnsupportedError as
+    `resolve`, and for what no back end reads.
     """
     backends = tuple(name for name in priority(platform) if name in BACKENDS and name not in absent)
     facts = model_facts(options, files, decoder, platform)
-    plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
+    if plan is not None:
+        facts = replace(facts, pooling=plan.task, usual_length=plan.max_tokens)
+    kv_plan = None if options.kv_cache_plan is None else read_plan(Path(options.kv_cache_plan))
     asked = options.attention_backend
     if asked in {*BACKENDS, *VENDORS} - set(backends):
         options = replace(options, attention_backend=AUTO)  # refused below, with what is known of it
-    settled = partial(resolve, options, facts, platform, kv_formats=tuple(FORMATS), streams=streams, kv_plan=plan)
+    settled = partial(resolve, options, facts, platform, kv_formats=tuple(FORMATS), streams=streams, kv_plan=kv_plan)
     config = settled(attention_backends=backends)
     if config.origins["kv_cache_dtype"] == rule_origin(decoder) and (rule := model_rule(decoder.architecture, platform)):
         log.info("KV cache in %s: %s; %s; --kv-cache-dtype overrides it", rule.kv_format, rule.reason, rule.cost)
@@ -178,21 +202,6 @@ def absent_backends(platform: Platform) -> dict[str, Refusal]:
         log.warning("running on torch in place of the compiled CPU kernels, several times slower: %s", missing)
         return {"cpu": Refusal(f"cpu: no compiled kernels: {missing}", "install g++, or use --attention-backend reference")}
     return {}
-
-
-class _Phases:
-    """Names and times the parts of the start-up; together they make up its whole time."""
-
-    def __init__(self, report: PhaseReport) -> None:
-        self._report = report
-        self._since_s = time.monotonic()
-        self.done: list[tuple[str, float]] = []
-
-    def end(self, name: str) -> None:
-        now_s = time.monotonic()
-        self.done.append((name, now_s - self._since_s))
-        self._report(name, now_s - self._since_s)
-        self._since_s = now_s
 
 
 def _size(
@@ -248,6 +257,13 @@ def _share(utilization: float, platform: Platform, profile: MemoryProfile | None
     return wanted_bytes, f"{flag} of {total_bytes:,} bytes"
 
 
+def _refuse_check(config: EngineConfig) -> None:
+    """A model that makes no logits cannot show what a KV format does to them."""
+    if needs_calibration(config.cache.layer_dtypes) and config.cache.kv_check != "off":
+        reason = f"{config.cache.layers_name} is checked at start by its effect on logits, and a model that pools makes none"
+        raise UnsupportedError(Refusal(reason, "use --kv-check off, or another --kv-cache-dtype"))
+
+
 def _longest(config: EngineConfig, decoder: DecoderConfig) -> int:
     """The most tokens that a request may have."""
     return decoder.max_position if config.model.max_model_len == AUTO_FIT else config.model.max_model_len
@@ -287,6 +303,7 @@ def _info(
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         max_num_queued_tokens=config.scheduler.max_num_queued_tokens,
         scheduling_policy=config.scheduler.policy,
+        pooling=None if runner.head is None else runner.head.info,
         block_size=capacity.layout.unit_tokens,
         num_blocks=capacity.num_blocks,
         kv_cache_bytes=capacity.num_bytes,

@@ -267,6 +267,10 @@ class RequestMetrics:
             self.scheduled(index, output.scheduled_s)
         count = len(output.new_token_ids) if num_tokens is None else num_tokens
         self.tokens(index, now_s, count, output.num_cached_tokens, output.num_preemptions)
+        if output.pooled is not None:  # a vector is to its request what a first token is to others
+            sequence = self._sequences[index]
+            self._first_token(sequence, now_s, output.num_cached_tokens)
+            sequence.last_token_s = now_s
 
     def scheduled(self, index: int, now_s: float) -> None:
         """Sequence `index` entered a batch for the first time."""

@@ -25,7 +25,7 @@ class SequenceDelta:
     token_texts: one per token id; over a generation they join to its text, unless a stop string cut that. A token that only
     begins a character has "", the one that completes it has the character; tokens that are not shown have "".
     prompt_logprobs: complete, on the sequence's first delta. stop_reason: the stop string, or the user's stop token; None for
-    EOS. error: safe to show to the client.
+    EOS. error: safe to show to the client. pooled: as `EngineOutput` has it.
     """
 
     index: int
@@ -38,6 +38,7 @@ class SequenceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -163,6 +164,7 @@ class OutputProcessor:
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
             num_cached_tokens=output.num_cached_tokens,
+            pooled=output.pooled,
         )
         match = _grow(
             sequence, delta, hides_last=_ends_with_stop_token(output) and not sequence.params.include_stop_str_in_output

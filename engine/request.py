@@ -32,8 +32,8 @@ class Request:
     token_ids, their values are unknown. num_computed_tokens: leading tokens whose KV is in its blocks, or will be when the
     steps in flight are done. num_cached_tokens: how many of those the prefix cache gave when it first ran. rank: its place in
     the order of service; smaller is served first and preempted last. prompt_logprobs: collected over the chunks of the prompt,
-    delivered with the first token. constraint: has followed the outputs in token_ids. awaited_unit: digest of the last unit of
-    its prefix that a running request computes for both.
+    delivered with the first token; pooled: the same for vectors. constraint: has followed the outputs in token_ids.
+    awaited_unit: digest of the last unit of its prefix that a running request computes for both.
     """
 
     source: EngineRequest
@@ -52,6 +52,7 @@ class Request:
     awaited_unit: bytes | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: bytes = b""
 
     @property
     def request_id(self) -> str:
@@ -76,7 +77,7 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.source.prompt_token_ids)
 
-    def report(self, token_ids: list[int], finish_reason: FinishReason | None) -> EngineOutput:
+    def report(self, token_ids: list[int], finish_reason: FinishReason | None, pooled: bytes | None = None) -> EngineOutput:
         """An output of it; its first one says when it was first scheduled."""
         scheduled_s = None if self.was_reported else self.scheduled_s
         self.was_reported = True
@@ -87,6 +88,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
             scheduled_s=scheduled_s,
+            pooled=pooled,
         )
 
     @property
@@ -95,8 +97,16 @@ class Request:
 
     @property
     def skip_prefix_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position, so until they are delivered nothing is skipped."""
+        """Prompt logprobs need the logits of every prompt position, so until they are delivered nothing is skipped; some kinds
+        of pooling need every hidden state."""
+        if (pooling := self.source.pooling) is not None:
+            return pooling.reads_all
         return self.source.sampling.prompt_logprobs is not None and not self.num_output_tokens
+
+    def drop_undelivered(self) -> None:
+        """Forget what was collected over the prompt's chunks: they are computed again."""
+        self.prompt_logprobs.clear()
+        self.pooled = b""
 
 
 class WaitingQueue:

@@ -18,6 +18,7 @@ import msgspec
 from halfbyte.engine.limits import Limits
 from halfbyte.engine.tokenizer import Tokenizer
 from halfbyte.errors import UserError
+from halfbyte.pooling import Pooling
 from halfbyte.types import Constraint, EngineInfo, EngineRequest, SamplingParams, Thinking
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class RequestMaker:
         thoughts look, where it has any. Sequence i has the seed `params.seed + i`, so that n = 4 with a seed equals four requests
         with seeds of their own.
         """
+        self._require_generation()
         self._check_common(prompt_token_ids, priority, cache_salt)
         self.limits.check_sampling(params)
         max_tokens = self.limits.effective_max_tokens(params.max_tokens, len(prompt_token_ids))
@@ -89,6 +91,7 @@ class RequestMaker:
         adapter_id: int = 0,
     ) -> EngineRequest:
         """A request for the log probabilities of `token_ids` behind the prompt, which may fill the whole context."""
+        self._require_generation()
         self._check_common(prompt_token_ids, priority, cache_salt)
         self.limits.check_ids(token_ids, "token_ids")
         sampling = SamplingParams(
@@ -106,11 +109,32 @@ class RequestMaker:
             adapter_id=adapter_id,
         )
 
+    def make_pooling(
+        self, prompt_token_ids: list[int], pooling: Pooling, *, priority: int = 0, cache_salt: str | None = None
+    ) -> EngineRequest:
+        """A request for vectors of the prompt, which may fill the whole context."""
+        self._check_common(prompt_token_ids, priority, cache_salt)
+        return EngineRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True, detokenize=False),
+            eos_token_ids=self._info.eos_token_ids,
+            arrival_s=time.monotonic(),
+            max_tokens=0,
+            priority=priority,
+            cache_salt=cache_salt,
+            pooling=pooling,
+        )
+
     def compile_grammar(self, make: Callable[[], str], param: str) -> str:
         """The Lark that `make` returns, if it is a grammar that engines take; UserError names `param`. May take a second."""
         grammar = make()
         self._compiler.check(grammar, param)
         return grammar
+
+    def _require_generation(self) -> None:
+        if (pooling := self._info.pooling) is not None:
+            raise UserError(f"this model does not generate: it was started for {', '.join(pooling.tasks)} (--runner pooling)")
 
     def _check_common(self, prompt_token_ids: list[int], priority: int, cache_salt: str | None) -> None:
         if priority and self._info.scheduling_policy != "priority":

@@ -229,7 +229,7 @@ class Scheduler:
             self._stats.num_scheduled_tokens += share.num_tokens
             request.num_in_flight_tokens -= share.samples
             if request.request_id in output.bad_rows:
-                outputs += self.fail([request.request_id], "the model computed non-finite logits for this request")
+                outputs += self.fail([request.request_id], "the model computed non-finite numbers for this request")
                 continue
             if (constraint := request.constraint) is not None and not all(map(constraint.accept, tokens)):
                 outputs += self.fail([request.request_id], str(constraint.error))
@@ -237,7 +237,11 @@ class Scheduler:
             is_running = request.status is RequestStatus.RUNNING  # else it was preempted: its blocks are not its own any more
             if not request.num_output_tokens and (is_running or share.samples):
                 request.prompt_logprobs += output.prompt_logprobs.get(request.request_id, ())
-            news = self._append(request, tokens, logprobs)
+                request.pooled += output.pooled.get(request.request_id, b"")
+            if share.samples and request.source.pooling is not None:
+                news: EngineOutput | None = request.report([], finish_reason="stop", pooled=request.pooled)
+            else:
+                news = self._append(request, tokens, logprobs)
             outputs += [news] if news else []
             self._extend_hashes(request)
             if is_running:
@@ -390,6 +394,7 @@ class Scheduler:
                 stop_token_ids=request.stop_token_ids,
                 bad_words_token_ids=request.source.bad_words_token_ids,
                 adapter_id=request.source.adapter_id,
+                pooling=request.source.pooling,
             )
         )
         return True
@@ -410,7 +415,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         if not request.num_in_flight_tokens:
-            request.prompt_logprobs.clear()  # not delivered yet: they come again
+            request.drop_undelivered()
         self.waiting.push(request)
 
     def _isolate(self, request: Request) -> None:
@@ -419,7 +424,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._requeue(request)
             self._preempted_ids.append(request.request_id)
-        request.prompt_logprobs.clear()
+        request.drop_undelivered()
         self._isolated[request] = None
 
     def _launch(self, request_id: str, num_tokens: int) -> _Share:

@@ -25,12 +25,14 @@ SPM_SPACE = "\u2581"
 _NORMALISER_SLACK = 4
 _PIECES_AT_ONCE = 1000
 
+Affixes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+
 
 class Tokenizer:
     """A vocabulary with its rules. Safe to use from several threads.
 
-    bos_token, eos_token: strings and ids, None where the model has none. prefix_ids, suffix_ids: what `encode` puts around a
-    text; None leaves that to the backend's own post-processor. added_ids: tokens that are matched whole in a text;
+    bos_token, eos_token: strings and ids, None where the model has none. affixes: what `encode` puts before and behind a text;
+    None leaves either, or both, to the backend's own post-processor. added_ids: tokens that are matched whole in a text;
     special_ids: those of them that `decode` leaves out. chat_template: Jinja source, None for a base model; tool_template: what
     it is when a request has tools, None where that is the same one. response_template: how the model's answers are read, as the
     checkpoint has it, unchecked.
@@ -45,12 +47,12 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
         response_template: dict[str, Any] | None = None,
-        affixes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        affixes: Affixes | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._affixes = affixes
+        self._own_affixes = affixes or (None, None)
         self.bos_token, self.eos_token = bos_token, eos_token
         self.bos_token_id = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else backend.token_to_id(eos_token)
@@ -71,20 +73,49 @@ class Tokenizer:
         seams=True: `text` holds SEAM characters (see `quote_special`), which no token spans and which add nothing themselves.
         UserError for a string that is no Unicode text: JSON can carry half of a surrogate pair.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"the text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
+        _require_unicode(text)
         pieces = [piece for piece in (text.split(SEAM) if seams else [text]) if piece]
         # Other threads of Python run during `encode_batch_fast`, unlike `encode`, but not while it hands over its results.
         ids: list[int] = []
         for start in range(0, len(pieces), _PIECES_AT_ONCE):
             group = pieces[start : start + _PIECES_AT_ONCE]
             ids += [i for piece in self._backend.encode_batch_fast(group, add_special_tokens=False) for i in piece.ids]
-        if not add_special_tokens:
-            return ids
-        prefix, suffix = self._affixes or self._affixes_of_backend
+        return self.wrap(ids) if add_special_tokens else ids
+
+    def wrap(self, ids: list[int]) -> list[int]:
+        """`ids` of a text with the model's beginning and end; no second beginning where there is one."""
+        prefix, suffix = self.affixes
         return [*(() if tuple(ids[: len(prefix)]) == prefix else prefix), *ids, *suffix]
+
+    def encode_pair(self, first: str, second: str, room: int | None = None) -> tuple[list[int], int | None]:
+        """(ids of two texts in one prompt, where those begin that the model tells apart as the second's; None: it does not).
+
+        room: for tokens of both, beside `num_around_pair`: the longer text is cut at its end, then both.
+        """
+        for text in (first, second):
+            _require_unicode(text)
+        a, b = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
+        if room is not None:
+            lengths = share_tokens(len(a.ids), len(b.ids), room)
+            a.truncate(lengths[0])
+            b.truncate(lengths[1])
+        if self._own_affixes != (None, None):
+            return self.wrap([*a.ids, *b.ids]), None
+        whole = self._backend.post_process(a, b, True)
+        return list(whole.ids), next((at for at, kind in enumerate(whole.type_ids) if kind), None)
+
+    @cached_property
+    def num_around_pair(self) -> int:
+        """How many tokens stand around and between the two texts of a pair."""
+        if self._own_affixes != (None, None):
+            return sum(map(len, self.affixes))
+        return int(self._backend.num_special_tokens_to_add(True))
+
+    def first_tokens(self, text: str, count: int) -> str:
+        """The beginning of `text` that its first `count` tokens stand for."""
+        _require_unicode(text)
+        offsets = self._backend.encode_batch([text], add_special_tokens=False)[0].offsets
+        return text if len(offsets) <= count else text[: offsets[count - 1][1]]
 
     def quote_special(self, text: str) -> str:
         """`text` with a SEAM inside each spelling of a special token: `encode(seams=True)` then reads it as ordinary text."""
@@ -146,6 +177,15 @@ class Tokenizer:
         return by_length, re.compile("|".join(starts)) if starts else None
 
     @cached_property
+    def affixes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What `wrap` puts before and behind a text."""
+        before, behind = self._own_affixes
+        if before is not None and behind is not None:
+            return before, behind
+        prefix, suffix = self._affixes_of_backend
+        return prefix if before is None else before, suffix if behind is None else behind
+
+    @cached_property
     def _affixes_of_backend(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the backend's own post-processor puts around a text."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
@@ -167,6 +207,21 @@ class Tokenizer:
     @cached_property
     def _byte_fallback(self) -> bool:
         return "ByteFallback" in self._decoder_types
+
+
+def share_tokens(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept where both have to fit: the longer one gives way to the shorter, at most to half."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second, room // 2)
+    return (short, room - short) if first <= second else (room - short, short)
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text is not valid Unicode: character {error.start} is half of a surrogate pair") from None
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
@@ -229,14 +284,15 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any
             )
 
 
-def _affixes(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: str | None, eos: str | None
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """What goes around a text when the configuration says so; it then overrides the post-processor of `tokenizer.json`."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return None
+def _affixes(backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: str | None, eos: str | None) -> Affixes:
+    """What goes around a text where the configuration says so; on that side it overrides the post-processor of `tokenizer.json`.
 
-    def ids(flag: str, token: str | None) -> tuple[int, ...]:
+    The other side keeps what that adds: embedding models have an end of text there, and say nothing of it in their configuration.
+    """
+
+    def ids(flag: str, token: str | None) -> tuple[int, ...] | None:
+        if flag not in config:
+            return None
         token_id = backend.token_to_id(token) if config.get(flag) and token is not None else None
         return () if token_id is None else (token_id,)
 

@@ -19,7 +19,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 # The POST routes that answer one body with one body.
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/decisions")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/decisions"),
+    *("/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+)
 METHOD = "POST"
 
 # Lines that may be known and not yet written, for each that may be open: those behind a slow one go on, and memory is bounded.

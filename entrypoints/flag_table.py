@@ -17,6 +17,7 @@ from halfbyte.entrypoints.flags import Flag, Parsed, UsageError
 from halfbyte.errors import Refusal, UnsupportedError, UserError
 from halfbyte.log import LEVELS
 from halfbyte.platform import DEVICES
+from halfbyte.pooling import CONVERSIONS, RUNNERS
 from halfbyte.resolve import (
     CPU_ACTIVATIONS,
     DTYPE_ALIASES,
@@ -190,6 +191,12 @@ ENGINE_FLAGS: tuple[Flag, ...] = (
     _model("download-dir", "where downloads are kept (default: the user's cache folder)"),
     _model("load-format", f"how weights are read ({', '.join(LOAD_FORMATS)})", check=_check_load_format),
     _model("hf-overrides", "changes to the model's config", kind="json"),
+    _model(
+        "runner",
+        "generate text, or pool hidden states to embeddings and scores: auto as the checkpoint says",
+        choices=lambda: RUNNERS,
+    ),
+    _model("convert", "what a model is made into that pools: auto as the checkpoint says", choices=lambda: CONVERSIONS),
     _model("dtype", "type of weights and activations", choices=lambda: (*DTYPES, *DTYPE_ALIASES)),
     _model(
         "quantization",
@@ -418,8 +425,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--tokenizer-mode": "the tokenizer's own file decides; leave it out",
     "--tokenizer-revision": "use --revision, or a folder with --tokenizer",
     "--hf-config-path": "use --hf-overrides",
-    "--runner": "models here generate text; leave it out",
-    "--convert": "models here generate text; leave it out",
     "--skip-tokenizer-init": "",
     "--enable-prompt-embeds": "",
     "--enable-sleep-mode": "any engine can sleep; --enable-admin serves the routes for it",

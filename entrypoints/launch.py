@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import msgspec
 import uvloop
@@ -30,6 +31,7 @@ from halfbyte.entrypoints.decisions.temperatures import Temperatures, find_tempe
 from halfbyte.entrypoints.server import build_app, run_server
 from halfbyte.errors import UserError
 from halfbyte.log import adopt_logger, note, phase
+from halfbyte.pooling import PoolingInfo
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ async def _serve(
     engine = make_engine(client, front, seed, server)
     try:
         app = build_app(engine, server, model_temperatures(front, server))
-        return await run_server(app, listener, server, _greeting(server, front, listener, started_s))
+        return await run_server(app, listener, server, _greeting(server, front, listener, started_s, client.info.pooling))
     finally:
         await engine.close()
 
@@ -112,7 +114,9 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _greeting(server: ServerConfig, front: Front, listener: socket.socket, started_s: float) -> Callable[[], None]:
+def _greeting(
+    server: ServerConfig, front: Front, listener: socket.socket, started_s: float, pooling: PoolingInfo | None
+) -> Callable[[], None]:
     """What to print when the socket listens: the address, and a request that works as it is printed."""
     host = server.host if server.host not in ("0.0.0.0", "::", "") else "127.0.0.1"
     scheme = "https" if server.ssl_certfile else "http"
@@ -121,14 +125,17 @@ def _greeting(server: ServerConfig, front: Front, listener: socket.socket, start
     def greet() -> None:
         phase("whole start-up", time.monotonic() - started_s)
         note(f"ready: {url} (Ctrl-C stops it)")
-        note(f"try: {example_request(url + server.root_path, server, chat=_has_template(server, front))}")
+        note(f"try: {example_request(url + server.root_path, server, chat=_has_template(server, front), pooling=pooling)}")
 
     return greet
 
 
-def example_request(url: str, server: ServerConfig, *, chat: bool) -> str:
-    """A curl line that asks the model a question; a model without a chat template gets a text to continue."""
-    if chat:
+def example_request(url: str, server: ServerConfig, *, chat: bool, pooling: PoolingInfo | None = None) -> str:
+    """A curl line that asks the model a question; one without a chat template gets a text to continue, one that pools a text."""
+    body: dict[str, Any]
+    if pooling is not None:
+        path, body = "/v1/embeddings" if pooling.task == "embed" else "/classify", {"input": "Water boils at 100 degrees."}
+    elif chat:
         question = {"role": "user", "content": "What is the capital of France?"}
         path, body = "/v1/chat/completions", {"messages": [question], "temperature": 0, "max_tokens": 32}
     else:

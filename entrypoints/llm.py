@@ -35,12 +35,19 @@ from halfbyte.entrypoints.offline_adapters import LoRARequests, OfflineAdapters
 from halfbyte.entrypoints.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingRequestOutput,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     PositionLogprobs,
     RequestOutput,
+    ScoringRequestOutput,
 )
+from halfbyte.entrypoints.pooling.llm import OfflinePooling, ParsedPrompt
 from halfbyte.errors import UserError
+from halfbyte.pooling import PoolingParams
 from halfbyte.types import MEMORY_PARTS, MemoryPart, SamplingParams, TokenLogprobs
 
 Prompt = str | list[int] | dict[str, Any]
@@ -59,7 +66,6 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "skip_tokenizer_init": (False,),
     "tokenizer_mode": ("auto",),
     "disable_log_stats": (True,),
-    "runner": ("auto", "generate"),
 }
 
 
@@ -150,6 +156,51 @@ class LLM:
         for job, value in zip(jobs, priority or [0] * len(jobs), strict=True):
             job.priority = value
         return self._run(jobs, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding per prompt. Prompts have the forms of `generate`, errors come before anything is computed, too."""
+        return self._pooling.embed(self._parsed(prompts), pooling_params, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the model's labels, per prompt."""
+        return self._pooling.classify(self._parsed(prompts), pooling_params, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model makes of each prompt, as numpy arrays. pooling_task: embed, token_embed (one per token), classify."""
+        return self._pooling.encode(self._parsed(prompts), pooling_params, pooling_task, use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` answers that of `data_1`, which may be one for all."""
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        return self._pooling.score(first, second, pooling_params, use_tqdm, chat_template)
 
     def chat(
         self,
@@ -268,6 +319,10 @@ class LLM:
         return decide_all(self.decider, self._maker, self._client, asked)
 
     @cached_property
+    def _pooling(self) -> OfflinePooling:
+        return OfflinePooling(self._client, self._maker, self._tokenizer, self._chat_template)
+
+    @cached_property
     def decider(self) -> Decider:
         """What plans decisions, and knows which types of questions the model can answer."""
         temperatures = find_temperatures(self._files, self._decisions.temperatures)
@@ -326,6 +381,9 @@ class LLM:
 
     def _prompt_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
         return [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
+
+    def _parsed(self, prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
+        return [_parse_prompt(prompt) for prompt in self._prompt_list(prompts)]
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:

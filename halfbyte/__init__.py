@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from halfbyte.entrypoints.llm import LLM as LLM
     from halfbyte.entrypoints.llm import CompletionOutput as CompletionOutput
     from halfbyte.entrypoints.llm import RequestOutput as RequestOutput
+    from halfbyte.pooling import PoolingParams as PoolingParams
     from halfbyte.types import SamplingParams as SamplingParams
     from halfbyte.types import StructuredOutputsParams as StructuredOutputsParams
 
@@ -25,6 +26,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "LoRARequest",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -41,6 +43,7 @@ _LAZY = {
     "CompletionOutput": "halfbyte.entrypoints.llm",
     "LoRARequest": "halfbyte.adapters",
     "RequestOutput": "halfbyte.entrypoints.llm",
+    "PoolingParams": "halfbyte.pooling",
     "SamplingParams": "halfbyte.types",
     "StructuredOutputsParams": "halfbyte.types",
 }

@@ -30,6 +30,8 @@ class EngineOptions:
     download_dir: str | None = None
     load_format: str = "auto"
     hf_overrides: Mapping[str, Any] | None = None
+    runner: str = "auto"
+    convert: str = "auto"
     dtype: str = "auto"
     quantization: str = "auto"
     cpu_activations: str = "auto"
@@ -74,7 +76,8 @@ class EngineOptions:
 class ModelConfig:
     """Which model runs, in which precision, up to which length.
 
-    max_model_len is -1 only before auto-fit; the engine replaces it when the KV capacity is known.
+    max_model_len is -1 only before auto-fit; the engine replaces it when the KV capacity is known. runner: "generate" or
+    "pooling"; convert: what it pools for, "embed" or "classify", or "none".
     """
 
     model: str
@@ -82,6 +85,8 @@ class ModelConfig:
     revision: str | None
     load_format: str
     hf_overrides: Mapping[str, Any]
+    runner: str
+    convert: str
     dtype: DType
     quantization: str
     cpu_activations: str

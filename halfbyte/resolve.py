@@ -64,6 +64,7 @@ class ModelFacts:
 
     dtype: the checkpoint's: float32, float16 or bfloat16. max_position: its longest context, in tokens. layer_windows: of each
     layer, None for full attention. kv_format: what its KV scales, or a rule for such models, ask for; kv_origin: which of them.
+    pooling: what it pools for, None: it generates. usual_length: what it is to read where nobody says; None: max_position.
     """
 
     architecture: str
@@ -73,6 +74,8 @@ class ModelFacts:
     layer_windows: tuple[int | None, ...] = ()
     kv_format: str | None = None
     kv_origin: str = "checkpoint"
+    pooling: str | None = None
+    usual_length: int | None = None
 
 
 def resolve(
@@ -208,6 +211,10 @@ def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform
         revision=pick("revision", options.revision, None),
         load_format=pick("load_format", None if options.load_format == "auto" else options.load_format, "auto"),
         hf_overrides=pick("hf_overrides", options.hf_overrides, {}),
+        runner=pick("runner", None if options.runner == "auto" else options.runner, _runner(facts), "checkpoint"),
+        convert=pick(
+            "convert", None if options.convert == "auto" else facts.pooling or "none", facts.pooling or "none", "checkpoint"
+        ),
         dtype=cast(DType, pick("dtype", None if asked == "auto" else asked, dtype, dtype_origin)),
         quantization=pick("quantization", _given_choice(options, "quantization", QUANTIZATIONS), QUANTIZATIONS[0]),
         cpu_activations=pick("cpu_activations", _given_choice(options, "cpu_activations", CPU_ACTIVATIONS), CPU_ACTIVATIONS[0]),
@@ -216,6 +223,10 @@ def _resolve_model(options: EngineOptions, facts: ModelFacts, platform: Platform
         seed=pick("seed", _count(options, "seed", -(2**63), 2**63 - 1), None),
         num_threads=pick("num_threads", _count(options, "num_threads", 1, 1024), platform.num_threads, "platform"),
     )
+
+
+def _runner(facts: ModelFacts) -> str:
+    return "generate" if facts.pooling is None else "pooling"
 
 
 def _auto_dtype(facts: ModelFacts, platform: Platform, backend: str) -> tuple[str, str]:
@@ -243,7 +254,8 @@ def _max_model_len(options: EngineOptions, facts: ModelFacts, pick: _Picker) -> 
             f"use at most {facts.max_position}, or extend its rotary embedding with --hf-overrides",
             param="max_model_len",
         )
-    return int(pick("max_model_len", given, facts.max_position, "checkpoint"))
+    usual = min(facts.usual_length or facts.max_position, facts.max_position)
+    return int(pick("max_model_len", given, usual, "checkpoint"))
 
 
 def _resolve_cache(
@@ -423,6 +435,8 @@ def _check_types(options: EngineOptions) -> None:
         "attention_backend",
         "cudagraph_mode",
         "compile",
+        "runner",
+        "convert",
     ):
         if not isinstance(getattr(options, name), str):
             raise UserError(f"{flag_of(name)} must be a text, got {getattr(options, name)!r}", param=name)

@@ -15,6 +15,7 @@ import msgspec
 
 from halfbyte.adapters import LoadedAdapter
 from halfbyte.errors import UserError
+from halfbyte.pooling import Pooling, PoolingInfo
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -234,7 +235,8 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """One generation on its way to the engine. `sampling.n` is 1 and `sampling.seed` is set: n > 1 became n requests.
 
     max_tokens: 0 for a read, which asks what comes next and nothing more: one token is reported, with its log probabilities, and
-    takes no place in the context. adapter_id: of a `LoadedAdapter`; 0 for the model as it is.
+    takes no place in the context. adapter_id: of a `LoadedAdapter`; 0 for the model as it is. pooling: a read of hidden states in
+    place of a token.
     """
 
     request_id: str
@@ -248,6 +250,7 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     adapter_id: int = 0
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
     constraint: Constraint | None = None
+    pooling: Pooling | None = None
 
     @property
     def is_read(self) -> bool:
@@ -274,6 +277,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     """What one step did for one request. `finish_reason` is set exactly once per request, on its last output.
 
     ends_in_text: it stopped because its grammar came to an end: the last token is part of the answer, no stop token.
+    pooled: float32 numbers of a request that asked for pooling, on its last output: one vector, or one per token.
     """
 
     request_id: str
@@ -287,6 +291,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     num_preemptions: int = 0
     scheduled_s: float | None = None
     error: str | None = None
+    pooled: bytes | None = None
 
     @classmethod
     def failed(cls, request_id: str, error: str) -> EngineOutput:
@@ -331,6 +336,7 @@ class NewRow:
     stop_token_ids: frozenset[int]
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     adapter_id: int = 0
+    pooling: Pooling | None = None
 
 
 @dataclass(slots=True)
@@ -376,7 +382,9 @@ class ModelRunnerOutput:
 
     token_ids[i]: tokens sampled for request_ids[i] ([] while its prompt is not done). logprobs[i]: one entry per sampled
     token, or None. prompt_logprobs: request_id -> entries for the prompt positions whose *next* token became known this
-    step (so a prompt of P tokens yields P - 1 in all). bad_rows: requests with non-finite logits; they fail alone.
+    step (so a prompt of P tokens yields P - 1 in all). bad_rows: requests with non-finite numbers; they fail alone.
+    pooled: request_id -> what this step gives of its vectors, float32: all of one vector with the prompt's last token, those of
+    single tokens as they are computed.
     """
 
     request_ids: list[str]
@@ -384,6 +392,7 @@ class ModelRunnerOutput:
     logprobs: list[list[TokenLogprobs] | None]
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     bad_rows: frozenset[str] = frozenset()
+    pooled: dict[str, bytes] = field(default_factory=dict)
 
     def result(self) -> ModelRunnerOutput:
         """An output that is there already is a `PendingOutput`, too."""
@@ -422,6 +431,12 @@ class Runner(Protocol):
 
     def wake_up(self, part: MemoryPart) -> None: ...
 
+    def close(self) -> None: ...
+
+
+class AdapterRunner(Protocol):
+    """What a runner does beside that where it has room for adapters."""
+
     def add_adapter(self, adapter_id: int, path: str) -> None:
         """Load one for rows that enter from now on. HalfbyteError, and nothing changed, when it cannot be applied."""
         ...
@@ -429,8 +444,6 @@ class Runner(Protocol):
     def remove_adapter(self, adapter_id: int) -> None:
         """No row uses it, and none will."""
         ...
-
-    def close(self) -> None: ...
 
 
 class KVLayers(msgspec.Struct, kw_only=True):
@@ -447,8 +460,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
     vocab_size is the width of the logits: token ids of requests are checked against it, never against the tokenizer.
     batch_invariant: a request's bits depend on nothing beside it. logprobs_mode: one of `LOGPROBS_MODES`.
-    max_loras: how many adapters may be loaded, 0: none. adapters: those that are. phases: (name, seconds) of the start-up, in
-    order.
+    max_loras: how many adapters may be loaded, 0: none. adapters: those that are. pooling: None for a model that generates; one
+    that pools does nothing else. phases: (name, seconds) of the start-up, in order.
     """
 
     model: str
@@ -475,5 +488,6 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     scheduling_policy: str = "fcfs"
     max_loras: int = 0
     adapters: list[LoadedAdapter] = msgspec.field(default_factory=list)
+    pooling: PoolingInfo | None = None
     phases: list[tuple[str, float]] = msgspec.field(default_factory=list)
     report: list[str] = msgspec.field(default_factory=list)

@@ -92,6 +92,7 @@ class KVLayout:
 
     specs: of each layer, with the block size of its group. position_bytes: of one block, by position (the widest layer there
     counts). unit_tokens: a multiple of all groups' block sizes; prefixes are shared in such units.
+    Without groups nothing is kept.
     """
 
     groups: tuple[KVGroup, ...]
@@ -105,7 +106,7 @@ class KVLayout:
 
     @property
     def unit_tokens(self) -> int:
-        return max(max(group.block_size, group.first_tokens) for group in self.groups)
+        return max((max(group.block_size, group.first_tokens) for group in self.groups), default=1)
 
     @property
     def group_of_layer(self) -> list[int]:

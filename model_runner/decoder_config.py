@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from halfbyte.errors import ModelFileError, Refusal, UnsupportedError, UserError
 from halfbyte.model_runner.kv_scheme import quantizes_only_kv
+from halfbyte.model_runner.models import ENCODERS
 from halfbyte.model_runner.safetensors_files import stored_dtype
 from halfbyte.model_runner.source import ModelFiles, read_json, read_optional_json, token_id_list
 
@@ -41,7 +42,8 @@ class DecoderConfig:
     attention_scale multiplies q . k. embed_scale multiplies the embeddings after it is rounded to the model dtype
     (1.0: no scaling). A soft cap c maps x to c * tanh(x / c). attention_bias is for q, k and v, output_bias for o.
     hidden_act: "silu" or "gelu_pytorch_tanh" (gate activation). norm_unit_offset: checkpoints store w for a norm that
-    multiplies by 1 + w. max_position: longest context in tokens. checkpoint_dtype: float32, float16 or bfloat16.
+    multiplies by 1 + w. reads_both_ways: tokens see those after them, too, so that it only pools; a window w is then one to each
+    side. max_position: longest context in tokens. checkpoint_dtype: float32, float16 or bfloat16.
     """
 
     architecture: str
@@ -71,6 +73,7 @@ class DecoderConfig:
     checkpoint_dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    reads_both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,13 @@ _FAMILIES["Gemma3ForCausalLM"] = _FAMILIES["Gemma3TextModel"] = _Family(
     "gemma3_text", qk_norm=True, norm_unit_offset=True, scales_embeddings=True, windows="by_type", scaled_length=False
 )
 
+# The same layers without a head, or with a classifier's: models that pool.
+POOLING_ARCHITECTURES: dict[str, str] = {
+    f"{family}{ending}": f"{family}ForCausalLM"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for ending in ("Model", "ForSequenceClassification")
+}
+
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -107,8 +117,12 @@ _MAX_SIZE = 1 << 31
 _MAX_LAYERS = 10_000
 
 
-def config_from_files(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
+def config_from_files(
+    files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None, *, may_read_both_ways: bool = False
+) -> DecoderConfig:
     """The configuration of a located model. hf_overrides: keys as `config.json` spells them, for GGUF files too.
+
+    may_read_both_ways: whether the model is to pool without a cache.
 
     UnsupportedError for an architecture or a feature that this build does not run, ModelFileError for a broken file,
     UserError for an override that the configuration does not know.
@@ -128,7 +142,10 @@ def config_from_files(files: ModelFiles, hf_overrides: Mapping[str, Any] | None 
         values["dtype"] = stored_dtype(files.path) or "float32"
     generation = read_optional_json(files.path / "generation_config.json")
     eos = (*token_id_list(values.get("eos_token_id")), *token_id_list(generation.get("eos_token_id")))
-    return _Reader(str(path), values).config(tuple(dict.fromkeys(eos)))
+    config = _Reader(str(path), values).config(tuple(dict.fromkeys(eos)))
+    if config.reads_both_ways and not may_read_both_ways:
+        raise UnsupportedError(Refusal(f"{path}: a model with bidirectional attention does not generate", "use --runner pooling"))
+    return config
 
 
 def _fill_defaults(path: Path, raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,13 +185,17 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> str:
     if found is None:
         by_type = {family.model_type: name for name, family in reversed(_FAMILIES.items())}
         found = by_type.get(str(values.get("model_type")), values.get("model_type"))
+    found = POOLING_ARCHITECTURES.get(str(found), found)
     if found in _FAMILIES:
         return str(found)
     if found is None:
         raise ModelFileError(f"{path} names neither an architecture nor a model_type")
     hint = " (its text-only form, Gemma3ForCausalLM, is)" if found == "Gemma3ForConditionalGeneration" else ""
     raise UnsupportedError(
-        Refusal(f"{path}: architecture {found} is not supported{hint}", f"supported are {', '.join(_FAMILIES)}")
+        Refusal(
+            f"{path}: architecture {found} is not supported{hint}",
+            f"supported are {', '.join(_FAMILIES)}; for pooling also {', '.join((*POOLING_ARCHITECTURES, *ENCODERS))}",
+        )
     )
 
 
@@ -282,7 +303,15 @@ class _Reader:
             checkpoint_dtype=self.dtype(),
             eos_token_ids=eos_token_ids,
             bos_token_id=bos if isinstance(bos, int) else None,
+            reads_both_ways=self.reads_both_ways,
         )
+
+    @property
+    def reads_both_ways(self) -> bool:
+        asked = bool(self.values.get("use_bidirectional_attention"))
+        if asked and self.family.model_type != "gemma3_text":
+            raise self.refuse("bidirectional attention is not supported for this family")
+        return asked
 
     def activation(self) -> str:
         name = self.values.get("hidden_activation") or self.values.get("hidden_act")
@@ -298,13 +327,12 @@ class _Reader:
 
     def windows(self, *, has_local_rope: bool) -> tuple[int | None, ...]:
         num_layers = self.integer("num_hidden_layers", _MAX_LAYERS)
-        if self.values.get("use_bidirectional_attention"):
-            raise self.refuse("bidirectional attention is not supported")
         window = self.values.get("sliding_window")
         if self.family.windows == "none":
             return (None,) * num_layers
         if window is not None:
             window = self.integer("sliding_window")
+            window = window // 2 + 1 if self.reads_both_ways else window
         if self.family.windows == "all":
             return (window,) * num_layers
         kinds = self.values.get("layer_types")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 from torch import Tensor
@@ -41,6 +42,10 @@ class PendingStep:
     def want_prompt_logprobs(self, places: list[int], found: Lookup, finite_N: Tensor) -> None:
         """The entries of prompt tokens, each with the request that it belongs to."""
         self._want([finite_N, *found.tensors], partial(self._read_prompt_logprobs, places, found))
+
+    def want_pooled(self, owners: list[int], values_ND: Tensor) -> None:
+        """Row i is a vector of request `owners[i]`, which fails alone where it has something else than numbers."""
+        self._want([values_ND], partial(self._read_pooled, owners))
 
     def send(self, device: Device) -> None:
         """Begin to copy what is wanted since the last time; its memory on the device is free when it has arrived."""
@@ -76,6 +81,15 @@ class PendingStep:
     def _read_logprobs(self, places: list[int], found: Lookup, arrays: _Arrays) -> None:
         for place, entry in zip(places, found.entries(arrays), strict=True):
             self._output.logprobs[place] = [entry]
+
+    def _read_pooled(self, owners: list[int], arrays: _Arrays) -> None:
+        [values_ND] = arrays
+        for place, members in groupby(range(len(owners)), key=owners.__getitem__):  # those of a request lie side by side
+            rows = list(members)
+            mine = slice(rows[0], rows[-1] + 1)
+            self._output.pooled[self._output.request_ids[place]] = values_ND[mine].tobytes()
+            if not np.isfinite(values_ND[mine]).all():
+                self._bad.add(place)
 
     def _read_prompt_logprobs(self, places: list[int], found: Lookup, arrays: _Arrays) -> None:
         finite_N, *rest = arrays

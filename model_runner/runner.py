@@ -43,9 +43,12 @@ from halfbyte.model_runner.layers.context import ForwardContext
 from halfbyte.model_runner.layers.model import Model
 from halfbyte.model_runner.layers.weights import LoadReport, prepack_weights
 from halfbyte.model_runner.loader import load_model
+from halfbyte.model_runner.pooling_head import PoolingHead
+from halfbyte.model_runner.pooling_plan import PoolingPlan
 from halfbyte.model_runner.request_rows import RequestRows
 from halfbyte.model_runner.sampling_kernels import SamplingKernels, TorchSampling
 from halfbyte.model_runner.source import ModelFiles
+from halfbyte.model_runner.step_pooling import StepPooling
 from halfbyte.model_runner.step_sampling import StepSampling
 from halfbyte.platform import Platform, trim_heap
 from halfbyte.types import (
@@ -62,8 +65,18 @@ from halfbyte.types import (
 StoredScales = tuple[list[LayerScales], list[str]]  # of each layer, and lines for the log
 
 
-def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig, platform: Platform) -> ModelRunner:
-    """Load the weights. The cache is allocated later, when its size is known."""
+def load_runner(
+    config: EngineConfig,
+    files: ModelFiles,
+    decoder: DecoderConfig,
+    platform: Platform,
+    pooling: PoolingPlan | None = None,
+    class_ids: Sequence[int] = (),
+) -> ModelRunner:
+    """Load the weights. The cache is allocated later, when its size is known.
+
+    pooling: of a model that pools; class_ids: the tokens of its classes, where it has such.
+    """
     backend, tiles = load_backend(config, decoder, platform, first_tokens(config))
     settings = config.model
     device = make_device(settings.device)
@@ -93,7 +106,11 @@ def load_runner(config: EngineConfig, files: ModelFiles, decoder: DecoderConfig,
             f" {settings.dtype}: {adapters.nbytes:,} bytes"
         )
     stored = scales.layer_scales(decoder.num_layers, decoder.num_kv_heads, decoder.num_heads)
-    return ModelRunner(config, model, backend, lines, stored, device, lambda: load(KVScales())[0], adapters)
+    head = None
+    if pooling is not None:
+        is_dummy = settings.load_format == "dummy"
+        head = PoolingHead(pooling, files, decoder.hidden_size, device.place, class_ids=class_ids, dummy=is_dummy)
+    return ModelRunner(config, model, backend, lines, stored, device, lambda: load(KVScales())[0], adapters, head)
 
 
 def _load_weights(
@@ -119,7 +136,8 @@ class ModelRunner:
     """Implements `halfbyte.types.Runner`. report: lines for the start-up log. stored_scales: those of the checkpoint.
 
     A step waits for nothing: see `device`. device: where the model is, None: made from the configuration. reload: the model
-    anew, for a runner that may be put to sleep at level 2.
+    anew, for a runner that may be put to sleep at level 2. head: of a model that pools, for which `sample` gives vectors in
+    place of tokens.
     """
 
     def __init__(
@@ -132,11 +150,13 @@ class ModelRunner:
         device: Device | None = None,
         reload: Callable[[], Model | CpuModel] | None = None,
         adapters: Adapters | None = None,
+        head: PoolingHead | None = None,
     ) -> None:
         self.adapters = adapters
         self.report = report or []
         self.config = config
         self.model = model
+        self.head = head
         self.device = device or make_device(config.model.device)
         self.layout: KVLayout = make_layout(kv_specs(model, config), page_bytes)
         self.kv_specs = self.layout.specs
@@ -164,7 +184,11 @@ class ModelRunner:
         self._forward = Forward(self.model, self.backend, self.layout, caches, self._rows, self._tables, inputs)
         if self._compiled is not None:
             self._forward.model, self._forward.context = self._compiled
-        self._sampling = StepSampling(self.model, self._rows, sampling, mode)
+        self._sampling: StepSampling | StepPooling
+        if self.head is None:
+            self._sampling = StepSampling(self.model, self._rows, sampling, mode)
+        else:
+            self._sampling = StepPooling(self.head, self._rows, self._max_rows, self.model)
 
     def allocate_for(self, num_tokens: int) -> None:
         """A small cache: for one text of `num_tokens` at a time."""
@@ -288,14 +312,16 @@ class ModelRunner:
     def run_dummies(self, lengths: Sequence[int], params: SamplingParams, *, decodes: bool = False) -> None:
         """A step of requests that nobody sent, with prompts of these lengths, and one more that decodes; they leave no row.
 
-        They share blocks that nobody has yet, whatever they write there.
+        They share blocks that nobody has yet, whatever they write there. Where the model pools, none decodes.
         """
+        pooling = None if self.head is None else self.head.ask
+        decodes = decodes and pooling is None
         blocks = cycle(range(1, self.num_blocks))
         names = [f"dummy {i}" for i in range(len(lengths))]
         new = []
         for name, length in zip(names, lengths, strict=True):
             tables = [list(islice(blocks, group.num_entries(length + decodes))) for group in self.layout.groups]
-            new.append(NewRow(name, [0] * length, length, 0, tables, params, frozenset()))
+            new.append(NewRow(name, [0] * length, length, 0, tables, params, frozenset(), pooling=pooling))
         try:
             self.execute(SchedulerOutput(new_rows=new, num_scheduled_tokens=dict(zip(names, lengths, strict=True))))
             self.sample().result()

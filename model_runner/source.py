@@ -21,8 +21,8 @@ from halfbyte.model_runner.catalogue import CATALOGUE, fetch
 
 # Weights as safetensors, configuration as JSON, the tokenizer's files; never pickles, never code.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-# Copies of the same weights in other layouts.
-_HUB_IGNORED = ("*/*", "consolidated*")
+# Copies of the same weights in other layouts. Modules of sentence-transformers lie in folders that begin with a number.
+_HUB_IGNORED = ("[!0-9]*/*", "*/*/*", "consolidated*")
 _HUB_ID = re.compile(r"(?=.{3,96}\Z)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_JSON_BYTES = 64 << 20
 

@@ -23,7 +23,7 @@ from halfbyte.kernels.attention import BACKENDS
 from halfbyte.kernels.attention.selection import MODEL_RULES, Reader, best, kv_spec, readings, refusals
 from halfbyte.kernels.attention.vendors import VENDORS, LayerFacts
 from halfbyte.kvcache.formats import FORMATS, get_format, page_bytes
-from halfbyte.model_runner.models import MODELS
+from halfbyte.model_runner.models import ENCODERS, MODELS
 from halfbyte.platform import PLATFORM_NAMES, platform_named
 
 FLAGS = (
@@ -129,7 +129,7 @@ def _format_name(name: str) -> str:
 def _models() -> Table:
     """Architectures by the module that runs them: families that share one share a row."""
     by_module: dict[str, list[str]] = {}
-    for architecture, target in MODELS.items():
+    for architecture, target in (MODELS | ENCODERS).items():
         by_module.setdefault(target.partition(":")[0].rpartition(".")[2], []).append(architecture)
     rows = [(", ".join(architectures), f"model_runner/models/{module}.py") for module, architectures in by_module.items()]
     return Table("Models (safetensors folders, hub ids and GGUF files)", ("architecture", "file"), rows)
@@ -204,6 +204,7 @@ def _details(platform: str, name: str) -> Iterator[str]:
 def _as_object(platforms: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
     return {
         "models": list(MODELS),
+        "encoders": list(ENCODERS),
         "backends": list(BACKENDS),
         "kv_formats": {
             name: {

@@ -130,7 +130,7 @@ class Decider:
     """support: what the model can answer, by type of question. batch_invariant: whether its probabilities can be repeated.
 
     template: gives the chat template, or raises why there is none. template_kwargs: the operator's variables for it.
-    reasoning: the operator's reasoning parser.
+    reasoning: the operator's reasoning parser. refusal: why there are no decisions at all, whatever the questions.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class Decider:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: ReasoningSyntax | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
         self.reader_name = settings.reader_for(facts.architecture)
         self.temperatures = temperatures
@@ -156,7 +157,7 @@ class Decider:
             return make_reader(self.reader_name, prompts, labels)
 
         self._reader, probe = reader(limits), reader(None)
-        self.support = {kind: _look(kind, probe, facts.logprobs_mode) for kind in TYPES}
+        self.support = {kind: Support(0, refusal) if refusal else _look(kind, probe, facts.logprobs_mode) for kind in TYPES}
 
     def describe(self) -> DecisionSupport:
         told = {

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from starlette.types import Scope
@@ -37,8 +38,17 @@ from halfbyte.entrypoints.openai.errors import ApiError, GenerationError, explai
 from halfbyte.entrypoints.openai.served_adapters import ServedAdapters
 from halfbyte.entrypoints.openai.settings import StructureSettings
 from halfbyte.entrypoints.openai.streaming import Closeable
+from halfbyte.entrypoints.pooling.prompts import (
+    GENERATION,
+    PoolingJob,
+    PoolingPrompts,
+    pair_template,
+    refuse_use,
+    require_pooling,
+)
 from halfbyte.entrypoints.responses.store import ResponseStore
-from halfbyte.errors import EngineDeadError, NotFoundError
+from halfbyte.errors import EngineDeadError, NotFoundError, Refusal
+from halfbyte.pooling import Pooling
 from halfbyte.types import EngineInfo, SamplingParams, Thinking
 
 LABEL_KEY = "halfbyte.request_label"  # in the ASGI scope: the valid X-Request-Id of a request, absent without one
@@ -98,6 +108,10 @@ class Engine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: LoadedAdapter | None = None,
+    ) -> Closeable: ...
+
+    def pool(
+        self, prompt_token_ids: list[int], pooling: Pooling, *, priority: int = 0, cache_salt: str | None = None
     ) -> Closeable: ...
 
     def admit(self, num_sequences: int, num_prompt_tokens: int) -> None: ...
@@ -271,7 +285,23 @@ class Frontend:
             temperatures,
             template_kwargs=config.default_chat_template_kwargs,
             reasoning=self.answers.reasoning,
+            refusal=self.refuse_route(GENERATION),
         )
+
+    @cached_property
+    def pooling_prompts(self) -> PoolingPrompts:
+        """What makes prompts of texts. UnsupportedError for a model that generates."""
+        engine = self.engine
+        info = require_pooling(engine.info.pooling)
+        given = self.config.chat_template
+        template = None
+        if info.pairs:
+            template = pair_template(engine.tokenizer, None if given is None else read_template(given))
+        return PoolingPrompts(engine.tokenizer, engine.limits, info, template)
+
+    def refuse_route(self, *uses: str) -> Refusal | None:
+        """Why the model cannot serve a route that is for one of these uses, see `refuse_use`."""
+        return refuse_use(self.engine.info.pooling, *uses)
 
     def require_alive(self) -> None:
         """HttpError 503 when the server stops, or the engine is gone."""
@@ -332,6 +362,14 @@ class Frontend:
         try:
             of_call: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "adapter": adapter}
             return self.engine.read(read.prompt_token_ids, read.token_ids, **of_call)
+        except EngineDeadError as error:
+            raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
+
+    def pool(self, job: PoolingJob, priority: int, cache_salt: str | None) -> Closeable:
+        """Start one job of a call that was admitted."""
+        self._require_going()
+        try:
+            return self.engine.pool(job.token_ids, job.pooling, priority=priority, cache_salt=cache_salt)
         except EngineDeadError as error:
             raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
 

@@ -26,27 +26,30 @@ class Prompt:
     token_ids: list[int]
 
 
-def parse_prompts(value: Any, n: int | None, limits: Limits) -> list[str | list[int]]:
-    """The prompts of a completion request, each a text or token ids. UserError when one is empty or there are too many."""
+def parse_prompts(value: Any, n: int | None, limits: Limits, param: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a request, each a text or token ids. UserError when one is empty or there are too many.
+
+    param: how the request calls them.
+    """
     if value is None:
-        raise UserError(f"prompt is required: {_FORMS}", param="prompt")
+        raise UserError(f"{param} is required: {_FORMS}", param=param)
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise UserError(f"prompt must be {_FORMS}, and not empty", param="prompt")
+        raise UserError(f"{param} must be {_FORMS}, and not empty", param=param)
     count = len(value)
     if count > limits.MAX_PROMPTS:
-        raise UserError(f"prompt holds {count} prompts, at most {limits.MAX_PROMPTS} are allowed", param="prompt")
+        raise UserError(f"{param} holds {count} prompts, at most {limits.MAX_PROMPTS} are allowed", param=param)
     if n is not None and n * count > limits.MAX_N:
         raise UserError(f"{count} prompts x n={n} is {n * count} sequences, at most {limits.MAX_N} are allowed", param="n")
     kind = type(value[0])
     if kind not in (str, list) or any(type(item) is not kind for item in value):
-        raise UserError(f"prompt must be {_FORMS}", param="prompt")
+        raise UserError(f"{param} must be {_FORMS}", param=param)
     for index, item in enumerate(value):
         if not item:
-            raise UserError(f"prompt {index} is empty", param="prompt")
+            raise UserError(f"{param} {index} is empty", param=param)
         if kind is list and not all(type(token_id) is int for token_id in item):
-            raise UserError(f"prompt {index} must hold token ids: integers only", param="prompt")
+            raise UserError(f"{param} {index} must hold token ids: integers only", param=param)
     return value
 
 

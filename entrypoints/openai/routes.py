@@ -20,12 +20,31 @@ from halfbyte.entrypoints.anthropic.errors import MessagesError
 from halfbyte.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
 from halfbyte.entrypoints.anthropic.wire import Message, StreamEvent, TokenCount
 from halfbyte.entrypoints.decisions.results import Decision
-from halfbyte.entrypoints.openai import adapters, admin, chat, chat_batch, completions, decisions, status, systemone, tokenize
+from halfbyte.entrypoints.openai import (
+    adapters,
+    admin,
+    chat,
+    chat_batch,
+    completions,
+    decisions,
+    embeddings,
+    scores,
+    status,
+    systemone,
+    tokenize,
+)
 from halfbyte.entrypoints.openai.body import parse_body
 from halfbyte.entrypoints.openai.decision_protocol import DecisionsRequest, SystemOneRequest
 from halfbyte.entrypoints.openai.errors import ErrorBody, ErrorForm
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.openapi import Answers, Operation, build_document
+from halfbyte.entrypoints.openai.pooling_protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from halfbyte.entrypoints.openai.protocol import (
     BatchChatRequest,
     ChatRequest,
@@ -35,10 +54,12 @@ from halfbyte.entrypoints.openai.protocol import (
 )
 from halfbyte.entrypoints.openai.streaming import CLIENT_CLOSED, ClientWatch, EventStream
 from halfbyte.entrypoints.openai.wire import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from halfbyte.entrypoints.pooling.prompts import ANY, GENERATION
 from halfbyte.entrypoints.responses import handlers as responses
 from halfbyte.entrypoints.responses import kept
 from halfbyte.entrypoints.responses import wire as responses_wire
 from halfbyte.entrypoints.responses.protocol import ResponsesRequest
+from halfbyte.errors import UnsupportedError
 
 RequestModel = TypeVar("RequestModel", bound=BaseModel)
 Handler = Callable[[Frontend, Call, RequestModel], Awaitable[Response]]
@@ -48,10 +69,14 @@ NAMING, GENERATING, DECIDING = (404,), (404, 503), (404, 501, 503)
 
 
 def add_routes(app: FastAPI, frontend: Frontend) -> dict[str, type[ErrorForm]]:
-    """Every route of the server, bound to one engine. Returns, by path, the forms of errors that are not the standard one."""
+    """Every route of the server, bound to one engine. Those that its model cannot serve answer 501, and stand in no document.
+
+    Returns, by path, the forms of errors that are not the standard one.
+    """
     routes = RouteTable(app, frontend)
     _add_inference(routes)
     _add_responses(routes)
+    _add_pooling(routes)
     _add_status(routes, frontend)
     if frontend.config.enable_admin:
         _add_adapters(routes)
@@ -83,9 +108,25 @@ def _add_inference(routes: RouteTable) -> None:
     values = Answers("Answer typed questions in OpenAI's shape", decisions.Decisions, errors=DECIDING)
     post("/v1/decisions", "decision-", DecisionsRequest, decisions.create, values)
     tokens = Answers("Token ids of a text or a conversation", tokenize.Tokens, errors=NAMING)
-    post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens)
+    post("/tokenize", "tokenize-", TokenizeRequest, tokenize.tokenize, tokens, ANY)
     text = Answers("The text of token ids", tokenize.Text, errors=NAMING)
-    post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text)
+    post("/detokenize", "tokenize-", DetokenizeRequest, tokenize.detokenize, text, ANY)
+
+
+def _add_pooling(routes: RouteTable) -> None:
+    post = routes.post
+    vectors = Answers("Embeddings of texts", embeddings.Embeddings, errors=DECIDING)
+    post("/v1/embeddings", "embd-", EmbeddingRequest, embeddings.embed, vectors, "embed")
+    pooled = Answers("What the model makes of texts, as numbers", embeddings.PooledTexts, errors=DECIDING)
+    post("/pooling", "pool-", PoolingRequest, embeddings.encode, pooled, "embed", "classify")
+    classes = Answers("Probabilities of the labels of a classifier", embeddings.Classes, errors=DECIDING)
+    post("/classify", "classify-", ClassifyRequest, embeddings.classify, classes, "classify")
+    for path in ("/score", "/v1/score"):
+        answers = Answers("How well texts answer others", scores.Scores, errors=DECIDING)
+        post(path, "score-", ScoreRequest, scores.score, answers, "score")
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answers = Answers("Documents in the order in which they answer a query", scores.Ranking, errors=DECIDING)
+        post(path, "rerank-", RerankRequest, scores.rerank, answers, "score")
 
 
 def _add_responses(routes: RouteTable) -> None:
@@ -132,10 +173,15 @@ class RouteTable:
         model: type[RequestModel],
         handler: Handler[RequestModel],
         answers: Answers,
-        *,
+        *uses: str,
         is_admin: bool = False,
     ) -> None:
-        """A call with a body, a public id that begins with `prefix`, and a line in the log."""
+        """A call with a body, a public id that begins with `prefix`, and a line in the log.
+
+        uses: what a model must be for, one of these at least; GENERATION where none is named.
+        """
+        if self._refused("POST", path, *(uses or (GENERATION,))):
+            return
 
         async def endpoint(request: Request) -> Response:
             return await answer(self._frontend, request, prefix, model, handler)
@@ -153,6 +199,8 @@ class RouteTable:
 
     def kept(self, route: kept.Route) -> None:
         """A route about what is kept of earlier calls: nothing is generated."""
+        if self._refused(route.method, route.path, GENERATION):
+            return
 
         async def endpoint(request: Request) -> Response:
             return await route.handler(self._frontend, request)
@@ -170,6 +218,18 @@ class RouteTable:
     @property
     def error_forms(self) -> dict[str, type[ErrorForm]]:
         return {operation.path: form for operation in self._operations if (form := operation.answers.error) is not ErrorBody}
+
+    def _refused(self, method: str, path: str, *uses: str) -> bool:
+        """Whether the model is for none of these uses: then the route says so."""
+        refusal = self._frontend.refuse_route(*uses)
+        if refusal is None:
+            return False
+
+        async def endpoint() -> Response:
+            return self._frontend.explain(UnsupportedError(refusal)).response()
+
+        self._app.add_api_route(path, endpoint, methods=[method], name=path)
+        return True
 
     def _add(self, endpoint: Callable[..., Awaitable[Response]], operation: Operation) -> None:
         self._operations.append(operation)

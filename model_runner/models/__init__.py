@@ -19,6 +19,19 @@ MODELS: dict[str, str] = {
     "Gemma3TextModel": "halfbyte.model_runner.models.gemma3:Gemma3ForCausalLM",
 }
 
+# Models without a decoder and without a cache, which only pool.
+ENCODERS: dict[str, str] = {
+    f"{family}{ending}": f"halfbyte.model_runner.models.{module}"
+    for family, module in (
+        ("Bert", "bert:BertEncoder"),
+        ("Roberta", "bert:BertEncoder"),
+        ("XLMRoberta", "bert:BertEncoder"),
+        ("DistilBert", "bert:DistilBertEncoder"),
+        ("ModernBert", "modernbert:ModernBertEncoder"),
+    )
+    for ending in ("Model", "ForSequenceClassification")
+}
+
 
 def get_model_class(architecture: str) -> type[Model]:
     """The class that runs `architecture`. UnsupportedError when there is none."""

@@ -140,6 +140,26 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
 
 
 @pytest.fixture(scope="session")
+def embedding_server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> ServerProcess:
+    """A tiny encoder that makes embeddings."""
+    from tests.pooling_checkpoints import make_encoder, write_modules
+
+    folder = make_encoder(tmp_path_factory.mktemp("embedder"), "Bert")
+    write_modules(folder, "mean_tokens", normalize=True)
+    flags = ("--hf-overrides", '{"is_matryoshka": true}', "--served-model-name", "bge-small-en-v1.5")
+    return start_server(str(folder), *flags).ready()
+
+
+@pytest.fixture(scope="session")
+def reranking_server(start_server: Callable[..., ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> ServerProcess:
+    """A tiny cross-encoder with one label."""
+    from tests.pooling_checkpoints import make_encoder
+
+    folder = make_encoder(tmp_path_factory.mktemp("reranker"), "XLMRoberta", labels=1, max_position_embeddings=130)
+    return start_server(str(folder), "--served-model-name", "bge-reranker-base").ready()
+
+
+@pytest.fixture(scope="session")
 def demo_server(start_server: Callable[..., ServerProcess]) -> ServerProcess:
     """The demo model with default settings, as a newcomer has it."""
     return start_server().ready()

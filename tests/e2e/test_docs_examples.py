@@ -78,8 +78,9 @@ def test_the_page_has_an_example_of_every_route_but_static_pages() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{i}-{example.title}" for i, example in enumerate(EXAMPLES)])
-def test_example(admin_server: Any, example: Example) -> None:
-    command = shlex.split(example.command.replace(DOCUMENTED_URL, admin_server.url))
+def test_example(request: pytest.FixtureRequest, example: Example) -> None:
+    server = request.getfixturevalue(server_of(example))
+    command = shlex.split(example.command.replace(DOCUMENTED_URL, server.url))
     command = [word for word in command if word != "-i"]  # shows the headers; here the body is read
     done = subprocess.run([*command, "-sS", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, timeout=60)
     answer, _, status = done.stdout.rpartition("\n")
@@ -95,6 +96,15 @@ def test_example(admin_server: Any, example: Example) -> None:
         assert set(re.findall(r"^\w[\w:]*", example.answer, re.M)) <= names
     else:
         assert answer == ""
+
+
+def server_of(example: Example) -> str:
+    """The fixture of a server whose model is for what is asked."""
+    path = example.command.split(DOCUMENTED_URL, 1)[1].split()[0]
+    if path in ("/v1/embeddings", "/pooling"):
+        return "embedding_server"
+    is_of_pairs = path in ("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+    return "reranking_server" if is_of_pairs else "admin_server"
 
 
 @pytest.mark.parametrize(("program", "printed"), PROGRAMS)

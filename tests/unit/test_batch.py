@@ -42,7 +42,7 @@ def test_a_good_line_is_handed_on_as_it_stands() -> None:
         (line(5), None, "custom_id", "line 7 needs a custom_id, a text"),
         (line(method="GET"), "a", "method", "line 7: method must be POST, got 'GET'"),
         (line(method=None), "a", "method", "line 7: method must be POST, got None"),
-        (line(url="/v1/embeddings"), "a", "url", f"line 7: url must be one of {', '.join(URLS)}, got '/v1/embeddings'"),
+        (line(url="/v1/images"), "a", "url", f"line 7: url must be one of {', '.join(URLS)}, got '/v1/images'"),
         (line(url="http://localhost/v1/completions"), "a", "url", "line 7: url must be one of"),
         (line(url="/v1/completions?x=1"), "a", "url", "line 7: url must be one of"),
         (line(url=["x" * 1000]), "a", "url", "line 7: url must be one of"),

@@ -22,7 +22,7 @@ from halfbyte.engine.metrics import EngineMetrics
 from halfbyte.entrypoints import chat_template, server
 from halfbyte.entrypoints.anthropic import protocol as anthropic
 from halfbyte.entrypoints.http_metrics import HttpMetrics
-from halfbyte.entrypoints.openai import adapters, admin, body, decision_protocol, frontend, protocol, tokenize
+from halfbyte.entrypoints.openai import adapters, admin, body, decision_protocol, frontend, pooling_protocol, protocol, tokenize
 from halfbyte.entrypoints.openai.refused import NEUTRAL
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.page.files import add_pages
@@ -44,6 +44,13 @@ MODELS: dict[str, type[BaseModel]] = {
     "`POST /v1/messages/count_tokens`": anthropic.CountTokensRequest,
     "`POST /v1/systemone`": decision_protocol.SystemOneRequest,
     "`POST /v1/decisions`": decision_protocol.DecisionsRequest,
+    "Options of all routes that pool": pooling_protocol.PoolingFields,
+    "Prompts to pool": pooling_protocol.PromptFields,
+    "Pairs of texts": pooling_protocol.PairFields,
+    "`POST /v1/embeddings`": pooling_protocol.EmbeddingRequest,
+    "`POST /pooling`": pooling_protocol.PoolingRequest,
+    "`POST /score`, `POST /v1/score`": pooling_protocol.ScoreRequest,
+    "`POST /rerank`, `POST /v1/rerank`, `POST /v2/rerank`": pooling_protocol.RerankRequest,
     "`POST /tokenize`": protocol.TokenizeRequest,
     "`POST /detokenize`": protocol.DetokenizeRequest,
     **{f"`{route.method} {route.path}`": route.query for route in admin.ROUTES if route.query.model_fields},
@@ -82,13 +89,14 @@ def code_spans(cell: str) -> list[str]:
 
 def expected_fields(model: type[BaseModel]) -> dict[str, set[str]]:
     """Field -> its JSON types, nested ones as `outer.inner`; what routes share stands in the table of one of them, or its own."""
-    elsewhere = protocol.ChatFields if model is protocol.BatchChatRequest else protocol.GenerationFields
-    shared = set() if model is protocol.GenerationFields else set(elsewhere.model_fields)
+    parts = [protocol.GenerationFields, *(getattr(pooling_protocol, f"{name}Fields") for name in ("Pooling", "Prompt", "Pair"))]
+    parts += [protocol.ChatFields] if model is protocol.BatchChatRequest else []
+    tables = [part for part in parts if issubclass(model, part) and part is not model]
+    shared = {name for part in tables for name in part.model_fields}
     schema = model.model_json_schema()
-    inherits = issubclass(model, protocol.GenerationFields)
     found: dict[str, set[str]] = {}
     for name, node in schema["properties"].items():
-        if inherits and name in shared:
+        if name in shared:
             continue
         found[name] = set(json_types(node, schema))
         for inner, inner_node in nested(node, schema):
@@ -153,7 +161,8 @@ def test_refused_fields_and_their_neutral_values() -> None:
 
 def test_routes_exist_and_are_documented() -> None:
     app = FastAPI(docs_url=None, redoc_url=None)
-    add_routes(app, cast(frontend.Frontend, SimpleNamespace(config=ServerConfig(enable_admin=True))))
+    served = SimpleNamespace(config=ServerConfig(enable_admin=True), refuse_route=lambda *uses: None)
+    add_routes(app, cast(frontend.Frontend, served))
     add_pages(app, ServerConfig())
     routes = {(method, route.path) for route in app.routes for method in cast(Any, route).methods - {"HEAD"}}  # type: ignore[attr-defined]
     routes = {(method, path) for method, path in routes if not path.startswith("/page/")}

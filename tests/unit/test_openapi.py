@@ -22,8 +22,8 @@ from halfbyte.entrypoints.openai.routes import add_routes
 
 
 def document_of(*keys: str, enable_admin: bool = False) -> tuple[FastAPI, dict[str, Any]]:
-    app = FastAPI()
-    add_routes(app, cast(Frontend, SimpleNamespace(config=ServerConfig(api_keys=keys, enable_admin=enable_admin))))
+    app, config = FastAPI(), ServerConfig(api_keys=keys, enable_admin=enable_admin)
+    add_routes(app, cast(Frontend, SimpleNamespace(config=config, refuse_route=lambda *uses: None)))
     return app, app.openapi()
 
 

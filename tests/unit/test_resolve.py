@@ -57,6 +57,8 @@ def test_defaults_on_a_cpu() -> None:
         revision=None,
         load_format="auto",
         hf_overrides={},
+        runner="generate",
+        convert="none",
         dtype="bfloat16",
         quantization="auto",
         cpu_activations="auto",
@@ -157,6 +159,8 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
         "enforce_eager": True,
         "cudagraph_mode": "none",
         "compile": "native",
+        "runner": "pooling",
+        "convert": "embed",
     }
     if option in ("hf_token", "download_dir"):
         return

@@ -405,3 +405,39 @@ def test_missing_and_broken_files_are_named(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(b"")
     with pytest.raises(ModelFileError, match=r"is missing; tokenizer\.model alone"):
         tokenizer_from_folder(folder)
+
+
+@pytest.fixture
+def pairing(tmp_path: Path) -> Path:
+    from tests.pooling_checkpoints import write_tokenizer
+
+    write_tokenizer(tmp_path, "bert")
+    return tmp_path
+
+
+def test_pairs_are_put_together_and_cut_as_the_library_does(pairing: Path) -> None:
+    """`longest_first`: the longer text gives way, at its end; both keep what stands around them, and their types."""
+    ours, library = tokenizer_from_folder(pairing), tokenizers.Tokenizer.from_file(str(pairing / "tokenizer.json"))
+    for room in (None, *range(4, 12)):
+        library.no_truncation()
+        if room is not None:
+            library.enable_truncation(room, strategy="longest_first")
+        for first, second in (("a" * i, "b" * j) for i in range(1, 8) for j in range(1, 8)):
+            theirs = library.encode(first, second)
+            ids, second_from = ours.encode_pair(first, second, None if room is None else room - ours.num_around_pair)
+            assert ids == theirs.ids and [int(at >= (second_from or 99)) for at in range(len(ids))] == theirs.type_ids
+
+
+def test_the_first_tokens_of_a_text(pairing: Path) -> None:
+    tokenizer = tokenizer_from_folder(pairing)
+    assert [tokenizer.first_tokens("abcdef", count) for count in (1, 4, 6, 9)] == ["a", "abcd", "abcdef", "abcdef"]
+    assert tokenizer.first_tokens("", 3) == ""
+
+
+def test_a_flag_for_one_end_leaves_the_other_to_the_post_processor(folder: Path) -> None:
+    """Embedding models end texts in `tokenizer.json`, and say of BOS alone that there is none."""
+    from tests.pooling_checkpoints import write_tokenizer
+
+    write_tokenizer(folder, "qwen")
+    ids = tokenizer_from_folder(folder).encode("a")
+    assert len(ids) == 2 and ids[-1] == 0

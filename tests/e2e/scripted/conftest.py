@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import math
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -194,6 +195,15 @@ class ScriptedClient:
         if run.position in self.fails:
             del self._live[request.request_id]
             return EngineOutput.failed(request.request_id, self.fails[run.position])
+        if request.pooling is not None:
+            del self._live[request.request_id]
+            return EngineOutput(
+                request.request_id,
+                [],
+                finish_reason="stop",
+                pooled=self._pooled(request),
+                num_cached_tokens=self._cached(request),
+            )
         token = run.tokens[min(run.position, len(run.tokens) - 1)] if run.tokens else _letter(request, run.position)
         output = EngineOutput(request_id=request.request_id, new_token_ids=[token])
         if request.is_read:
@@ -219,6 +229,15 @@ class ScriptedClient:
         liked = [self.likes.get(self.tokenizer.decode([token]), OTHERS_LIKED) for token in token_ids]
         best = token_ids[liked.index(max(liked))] if max(liked) > OTHERS_LIKED else EOS
         return TokenLogprobs(best, math.log(max(liked)), 1, token_ids, [math.log(p) for p in liked])
+
+    def _pooled(self, request: EngineRequest) -> bytes:
+        """Numbers that follow from the tokens; those of a classifier are probabilities."""
+        pooling, info = request.pooling, self.info.pooling
+        assert pooling is not None and info is not None
+        rows = len(request.prompt_token_ids) if pooling.task == "token_embed" else 1
+        size = pooling.dimensions or info.size
+        digest = hashlib.shake_128(repr((request.prompt_token_ids, pooling.activates, pooling.second_from)).encode())
+        return struct.pack(f"{rows * size}f", *(byte / 256 for byte in digest.digest(rows * size)))
 
     def _cached(self, request: EngineRequest) -> int:
         key = (request.cache_salt, tuple(request.prompt_token_ids))

@@ -118,7 +118,7 @@ def test_f07_a_prompt_may_fill_the_context(start_scripted: Callable[..., Server]
 
 def test_f07_a_read_without_numbers_fails_its_call_alone(start_scripted: Callable[..., Server]) -> None:
     one = start_scripted(info={"max_model_len": 8192})
-    one.model.fails = {0: "the model computed non-finite logits for this request"}
+    one.model.fails = {0: "the model computed non-finite numbers for this request"}
     error = refusal(ask(one, {str(i): NOUL for i in range(8)}), 500)
     assert "non-finite" in error["message"]
     one.model.fails = {}
