@@ -26,7 +26,7 @@ class EngineAdapters:
         self._num_requests: dict[int, int] = {}  # of those that the runner holds
 
     def load(self, path: str, replaces: int | None = None) -> int:
-        """The new adapter's id. replaces: one that is to be unloaded next. Errors change nothing: as `AdapterRunner.add_adapter`."""
+        """The new adapter's id. replaces: one that is to be unloaded next. Errors, as of `add_adapter`, change nothing."""
         if len(self._loaded - {replaces}) >= self._max_loras:
             raise UserError(
                 f"{self._max_loras} adapters are loaded, and --max-loras allows no more; unload one", param="lora_name"
