@@ -81,10 +81,8 @@ def build_engine(
 
     phases.end("resolve configuration, import torch")
     runner = load_runner(config, files, decoder, platform)
-    phases.end("load weights")
     adapters, loaded = load_adapters(config, runner)
-    if adapters is not None:
-        phases.end("load adapters")
+    phases.end("load weights")
     tokenizer = cache(lambda: load_front(options).tokenizer)
     parts = prepare_parts(config, files, runner, tokenizer, log.info)
     runner.set_parts(parts.layers)
