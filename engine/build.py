@@ -102,10 +102,8 @@ def _build_decoder(
 
     phases.end("resolve configuration, import torch")
     runner = load_runner(config, files, decoder, platform, plan, class_ids)
-    phases.end("load weights")
     adapters, loaded = load_adapters(config.lora, runner)
-    if adapters is not None:
-        phases.end("load adapters")
+    phases.end("load weights")
     parts = prepare_parts(config, files, runner, tokenizer, log.info)
     runner.set_parts(parts.layers)
     runner.report += parts.lines

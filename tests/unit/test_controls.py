@@ -22,12 +22,14 @@ from halfbyte.engine.messages import (
     EngineState,
     Failed,
     FromEngine,
+    LoadAdapter,
     Pause,
     Reply,
     ResetPrefixCache,
     Resume,
     Sleep,
     ToEngine,
+    UnloadAdapter,
     WakeUp,
 )
 from halfbyte.engine.tokenizer import Tokenizer
@@ -96,8 +98,9 @@ def test_errors_that_are_not_ours_cross_as_the_common_one(error: Exception) -> N
 
 def test_every_action_crosses_and_is_carried_out() -> None:
     assert set(controls._ACTIONS) == set(get_args(controls.Action))
+    with_fields: dict[type, Any] = {LoadAdapter: LoadAdapter("/x", 3), UnloadAdapter: UnloadAdapter(3)}
     for kind in controls._ACTIONS:
-        call = Control(7, kind())
+        call = Control(7, with_fields.get(kind) or kind())
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=ToEngine) == call
 
 

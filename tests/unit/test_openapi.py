@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 
 from halfbyte.config import ServerConfig
 from halfbyte.entrypoints.middleware import PUBLIC_PATHS
-from halfbyte.entrypoints.openai import admin
+from halfbyte.entrypoints.openai import adapters, admin
 from halfbyte.entrypoints.openai.frontend import Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
 
@@ -86,6 +86,6 @@ def test_keys_are_asked_for_where_they_are_needed() -> None:
         either = [{name: []} for name in document["components"]["securitySchemes"]]
         assert len(either) == 2
         for _, path, told in operations(document):
-            closed = path in admin.PATHS or (bool(keys) and path not in PUBLIC_PATHS)
+            closed = path in admin.PATHS | adapters.PATHS or (bool(keys) and path not in PUBLIC_PATHS)
             assert told.get("security") == (either if closed else None), path
             assert ("401" in told["responses"]) == closed

@@ -13,6 +13,7 @@ from halfbyte.config import (
     EngineConfig,
     EngineOptions,
     ExecutionConfig,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -170,10 +171,15 @@ def test_every_option_changes_the_configuration_or_belongs_to_the_front_end(opti
     if option == "cudagraph_capture_sizes":  # of graphs, which a CPU does not have
         assert resolved(GPU, cudagraph_capture_sizes=["8", 2]).execution.cudagraph_capture_sizes == (2, 8)
         return
+    if option in ("lora_modules", "max_loras", "max_lora_rank"):  # mean nothing without adapters
+        given = {option: ["a=/adapters/a"] if option == "lora_modules" else 2}
+        assert resolved(enable_lora=True, **given).lora != resolved(enable_lora=True).lora
+        return
+    changed["enable_lora"] = True
     back_ends = {"attention_backends": ("cpu", "reference")} if option == "cpu_activations" else {}
     found = resolve(EngineOptions(**{option: changed.get(option, 32)}), FACTS, CPU, **back_ends)
     assert found != resolved() or found.origins != resolved().origins
-    assert "flag" in found.origins.values()
+    assert option == "enable_lora" or "flag" in found.origins.values()
 
 
 def skipping_or_planned(option: str) -> EngineConfig:
@@ -452,15 +458,15 @@ def test_choices_hold_the_defaults() -> None:
 
 def test_configuration_stays_small() -> None:
     """About 80 fields in all; a resolved field that repeats an option counts once."""
-    parts = (EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, EngineConfig)
-    assert len({f.name for part in parts for f in fields(part)}) <= 91
+    parts = (EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, LoraConfig, EngineConfig)
+    assert len({f.name for part in parts for f in fields(part)}) <= 99
     assert {name for name, part in vars(config).items() if isinstance(part, type) and part.__module__ == config.__name__} == {
         part.__name__ for part in parts
     }, "a new part of the configuration must be counted here"
 
 
 @pytest.mark.parametrize(
-    "part", [EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, EngineConfig]
+    "part", [EngineOptions, ServerConfig, ModelConfig, CacheConfig, SchedulerConfig, ExecutionConfig, LoraConfig, EngineConfig]
 )
 def test_configuration_is_frozen(part: Any) -> None:
     assert part.__dataclass_params__.frozen
