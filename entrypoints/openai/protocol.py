@@ -21,7 +21,9 @@ Texts = Annotated[list[str], Field(fail_fast=True, max_length=65536)]
 # What the code checks that reads them; their shapes are told to those who read the API's schema.
 Message = Annotated[dict[str, Any], Field(json_schema_extra=shapes.MESSAGE)]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-Conversations = Annotated[list[Messages], Field(min_length=1, fail_fast=True)]
+# What a message looks like is told with one conversation only: told twice, it doubles the time of whoever makes requests of it.
+Conversation = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+Conversations = Annotated[list[Conversation], Field(min_length=1, fail_fast=True)]
 Tool = Annotated[dict[str, Any], Field(json_schema_extra=shapes.TOOL)]
 Tools = Annotated[list[Tool], Field(fail_fast=True)]
 ToolChoiceName = Annotated[str, Field(json_schema_extra=shapes.TOOL_CHOICE_NAME)]
