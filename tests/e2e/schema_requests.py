@@ -163,10 +163,13 @@ def _writable(value: Any) -> Any:
 def _values(described: str, most: int) -> list[Any]:
     """Values that fit a schema (JSON text) and its likely form, and values that break it. Bytes are no JSON at all."""
     schema, most = json.loads(described), max(LEAST, min(most, MOST_CHARS // len(described)))
+    wrong = _generate(schema, GenerationMode.NEGATIVE, most)
+    if all(isinstance(value, bytes) for value in wrong):  # no JSON, by chance
+        wrong = _generate(schema, GenerationMode.NEGATIVE, 4 * most)
     return [
         *_generate(_likely(schema), GenerationMode.POSITIVE, most),
         *_generate(schema, GenerationMode.POSITIVE, most // 2),
-        *_generate(schema, GenerationMode.NEGATIVE, most),
+        *wrong,
     ]
 
 
