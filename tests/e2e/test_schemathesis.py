@@ -128,7 +128,9 @@ def test_each_answer_is_as_the_document_says(session: Session) -> None:
     wrong = [f"{told(sent, answer)}\n{fault}" for sent, answer in session.talks if (fault := answers.fault(sent, answer))]
     assert not wrong, "\n\n".join(wrong[:5])
     assert {(sent.path, answer.status_code) for sent, answer in session.talks} >= {
-        (path, 200) for path in session.document["paths"]
+        (path, 200)
+        for path in session.document["paths"]
+        if "{" not in path  # nobody knows an id
     }
 
 
