@@ -263,7 +263,7 @@ class LLM:
             search = BeamSearch(job.prompt_token_ids, params.beam_width, num_tokens, params.length_penalty, ends)
             jobs.append(BeamJob(search, job.cache_salt, adapter_id))
         with tqdm(total=len(jobs), desc="Searching", unit="prompt", disable=not use_tqdm) as progress:
-            find_beams(self._maker, self._client, jobs, step, concurrency_limit or len(jobs), progress.update)
+            find_beams(self._maker, self._awake_client, jobs, step, concurrency_limit or len(jobs), progress.update)
         return [BeamSearchOutput([self._sequence(job.search, beam, params) for beam in job.search.best()]) for job in jobs]
 
     def _sequence(self, search: BeamSearch, beam: Beam, params: BeamSearchParams) -> BeamSearchSequence:
@@ -302,10 +302,9 @@ class LLM:
             order=check_order(order),
             min_label_mass=min_label_mass,
         )
-        self._require_awake()
         calls = [(read_questions(questions), asking)]
         self._num_decisions += 1
-        [result] = decide_all(self.decider, self._maker, self._client, calls, priority=priority, cache_salt=cache_salt)
+        [result] = decide_all(self.decider, self._maker, self._awake_client, calls, priority=priority, cache_salt=cache_salt)
         name = f"decision-{self._num_decisions}"
         return as_decision(result, id=name, created=int(time.time()), model=self.info.model, with_prompts=return_prompt)
 
@@ -313,14 +312,13 @@ class LLM:
         self, calls: Iterable[tuple[Any, Mapping[str, Any], str | None]], *, order: str | None = None
     ) -> list[Decided]:
         """`decide` for many (state, questions, instructions) in one batch: answers before they take the form of a route."""
-        self._require_awake()
         how = check_order(order)
         asked = [(read_questions(given), Asking(state=state, instructions=text, order=how)) for state, given, text in calls]
-        return decide_all(self.decider, self._maker, self._client, asked)
+        return decide_all(self.decider, self._maker, self._awake_client, asked)
 
-    @cached_property
+    @property
     def _pooling(self) -> OfflinePooling:
-        return OfflinePooling(self._client, self._maker, self._tokenizer, self._chat_template)
+        return OfflinePooling(self._awake_client, self._maker, self._tokenizer, self._chat_template)
 
     @cached_property
     def decider(self) -> Decider:
@@ -372,9 +370,12 @@ class LLM:
             self._client.receive()
         return answered.result()
 
-    def _require_awake(self) -> None:
+    @property
+    def _awake_client(self) -> EngineClient:
+        """Where requests go: nobody would answer them while the engine sleeps."""
         if self.is_sleeping:
             raise UserError("the engine is asleep; call wake_up() first")
+        return self._client
 
     def _template(self, chat_template: str | None = None) -> ChatTemplate:
         return ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
@@ -404,7 +405,6 @@ class LLM:
         return _Job(ids, params, output, cache_salt=salt)
 
     def _run(self, jobs: list[_Job], use_tqdm: bool, lora_request: LoRARequests) -> list[RequestOutput]:
-        self._require_awake()
         for job, found in zip(jobs, self._adapters.of_prompts(lora_request, len(jobs)), strict=True):
             job.output.lora_request, job.adapter_id = found
         processor = OutputProcessor(self._tokenizer)
@@ -423,7 +423,7 @@ class LLM:
             for index, request in enumerate(made):
                 processor.add(request.request_id, index, job.prompt_token_ids, job.params)
                 job_of[request.request_id] = job
-        self._client.add(requests)
+        self._awake_client.add(requests)
         try:
             with tqdm(total=len(jobs), desc="Generating", unit="request", disable=not use_tqdm) as progress:
                 self._drain(processor, job_of, progress)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from math import prod
 
 import torch
@@ -61,6 +62,8 @@ class KVTensors:
         self, layout: KVLayout, num_blocks: int, device: torch.device | str, parts: Sequence[LayerParts] | None = None
     ) -> None:
         self._pages = [_zeroed(num_blocks, num_bytes, torch.device(device)) for num_bytes in layout.position_bytes]
+        self._populating: threading.Thread | None = None
+        self._is_wanted = True
         self._layers: dict[int, LayerCache] = {}
         for group in layout.groups:
             for position, layer in enumerate(group.layers):
@@ -76,7 +79,17 @@ class KVTensors:
         """
         pages = [page for page in self._pages if page.device.type == "cpu"]
         if pages:
-            threading.Thread(target=_populate, args=(pages, num_bytes / self.num_bytes), name="populate", daemon=True).start()
+            arguments = (pages, num_bytes / self.num_bytes, lambda: self._is_wanted)
+            self._populating = threading.Thread(target=_populate, args=arguments, name="populate", daemon=True)
+            self._populating.start()
+
+    def give_up(self) -> None:
+        """Let go of the memory, as far as this object has it: what is being populated would outlive it. Not to be used again."""
+        self._is_wanted = False
+        if self._populating is not None:
+            self._populating.join()
+        self._pages.clear()
+        self._layers.clear()
 
     def layer(self, index: int) -> LayerCache:
         """The cache of layer `index` of the model."""
@@ -100,11 +113,11 @@ def _zeroed(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 
-def _populate(pages: Sequence[Tensor], share: float) -> None:
+def _populate(pages: Sequence[Tensor], share: float, is_wanted: Callable[[], bool]) -> None:
     """Changes no content: requests may write meanwhile. Systems that do not know the advice refuse it, and nothing is lost."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for page in pages:
+    for page in takewhile(lambda page: is_wanted(), pages):
         madvise(page.data_ptr(), int(page.nbytes * min(share, 1.0)), _POPULATE_WRITE)
 
 

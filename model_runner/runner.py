@@ -208,6 +208,8 @@ class ModelRunner:
     def release_cache(self) -> None:
         """Drop what `allocate_cache` made."""
         self._graphs = self._step = None
+        if "_tensors" in self.__dict__:
+            self._tensors.give_up()
         for name in ("_tensors", "_rows", "_tables", "_forward", "_sampling"):
             self.__dict__.pop(name, None)
         if isinstance(model := self.__dict__.get("model"), CpuModel):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -68,14 +66,6 @@ def anonymous_bytes() -> int:
     return int(found.group(1)) << 10
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """The system's first blocks are backed in a thread of their own."""
-    deadline_s, pause = time.monotonic() + 20, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.02)
-
-
 def runner_of(llm: LLM) -> Any:
     client: Any = llm._client
     return client._core.runner
@@ -89,7 +79,7 @@ def test_tokens_are_the_same_and_memory_returns(llm: LLM, level: int) -> None:
     assert [tokens for tokens, _ in cached] == [tokens for tokens, _ in before] and cached[1][1] > 0
     runner = runner_of(llm)
     parts, weight_bytes, cache_bytes = runner._parts, runner.weight_bytes, runner.cache_bytes
-    wait_for(lambda: not any(thread.name == "populate" for thread in threading.enumerate()))
+    runner._tensors._populating.join()
     gc.collect()
     awake_bytes = anonymous_bytes()
     llm.sleep(level)
