@@ -31,11 +31,8 @@ from halfbyte.entrypoints.decisions.results import Decided, Decision, as_decisio
 from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import find_temperatures
 from halfbyte.entrypoints.offline import BeamJob, find_beams
-<<<<<<< HEAD
 from halfbyte.entrypoints.offline_adapters import LoRARequests, OfflineAdapters
-=======
 from halfbyte.entrypoints.offline_prompts import Prompt, as_prompts, parse_prompt, parse_prompts
->>>>>>> 24ef72b (Read the prompts of offline calls in one place)
 from halfbyte.entrypoints.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -257,13 +254,9 @@ class LLM:
         step = step_params(self.info, params.beam_width, "beam_width")
         ends = () if params.ignore_eos else self.info.eos_token_ids
         jobs = []
-<<<<<<< HEAD
-        prompt_list = self._prompt_list(prompts)
-        adapters = self._adapters.of_prompts(lora_request, len(prompt_list))
-        for prompt, (_, adapter_id) in zip(prompt_list, adapters, strict=True):
-=======
-        for prompt in as_prompts(prompts):
->>>>>>> 24ef72b (Read the prompts of offline calls in one place)
+        listed = as_prompts(prompts)
+        adapters = self._adapters.of_prompts(lora_request, len(listed))
+        for prompt, (_, adapter_id) in zip(listed, adapters, strict=True):
             job = self._job(prompt, step)
             self._maker.limits.check_prompt(job.prompt_token_ids)
             num_tokens = self._maker.limits.effective_max_tokens(params.max_tokens, len(job.prompt_token_ids))
