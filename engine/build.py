@@ -95,6 +95,8 @@ def _build_decoder(
     absent = absent_backends(platform)
     phases.end("load CPU kernels")
     config = resolve_all(options, files, decoder, platform, absent, streams=streams, plan=plan)
+    if plan is not None and config.lora is not None:
+        raise UnsupportedError(Refusal("--enable-lora: adapters are for models that generate", "leave it out"))
     if not makes_logits:
         _refuse_check(config)
     _size(config, decoder, platform, kv_layout(config, decoder))  # what does not fit into empty memory fits no better later

@@ -31,6 +31,7 @@ WITHOUT_USE = frozenset(
         *("block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_cache_first_tokens", "kv_cache_plan"),
         *("kv_calibration", "kv_check", "kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"),
         *("long_prefill_token_threshold", "max_num_mixed_tokens", "max_logprobs", "logprobs_mode"),
+        *("enable_lora", "lora_modules", "max_loras", "max_lora_rank"),
     }
 )
 NO_CACHE = KVLayout((), (), ())

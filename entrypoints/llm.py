@@ -32,6 +32,7 @@ from halfbyte.entrypoints.decisions.settings import DecisionSettings
 from halfbyte.entrypoints.decisions.temperatures import find_temperatures
 from halfbyte.entrypoints.offline import BeamJob, find_beams
 from halfbyte.entrypoints.offline_adapters import LoRARequests, OfflineAdapters
+from halfbyte.entrypoints.offline_prompts import Prompt, as_prompts, parse_prompt, parse_prompts
 from halfbyte.entrypoints.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -45,12 +46,11 @@ from halfbyte.entrypoints.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from halfbyte.entrypoints.pooling.llm import OfflinePooling, ParsedPrompt
+from halfbyte.entrypoints.pooling.llm import OfflinePooling
 from halfbyte.errors import UserError
 from halfbyte.pooling import PoolingParams
 from halfbyte.types import MEMORY_PARTS, MemoryPart, SamplingParams, TokenLogprobs
 
-Prompt = str | list[int] | dict[str, Any]
 Message = dict[str, Any]
 
 log = logging.getLogger(__name__)
@@ -148,11 +148,11 @@ class LLM:
         lora_request: the adapter of all prompts, or one for each, None for the model as it is. Returns one RequestOutput per
         prompt, in the order of the prompts. UserError names a wrong argument before anything is computed.
         """
-        prompt_list = self._prompt_list(prompts)
-        params = self._params_for(sampling_params, len(prompt_list))
-        if priority is not None and len(priority) != len(prompt_list):
-            raise UserError(f"{len(prompt_list)} prompts but {len(priority)} priorities", param="priority")
-        jobs = [self._job(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
+        listed = as_prompts(prompts)
+        params = self._params_for(sampling_params, len(listed))
+        if priority is not None and len(priority) != len(listed):
+            raise UserError(f"{len(listed)} prompts but {len(priority)} priorities", param="priority")
+        jobs = [self._job(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         for job, value in zip(jobs, priority or [0] * len(jobs), strict=True):
             job.priority = value
         return self._run(jobs, use_tqdm, lora_request)
@@ -165,7 +165,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding per prompt. Prompts have the forms of `generate`, errors come before anything is computed, too."""
-        return self._pooling.embed(self._parsed(prompts), pooling_params, use_tqdm)
+        return self._pooling.embed(parse_prompts(prompts), pooling_params, use_tqdm)
 
     def classify(
         self,
@@ -175,7 +175,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's labels, per prompt."""
-        return self._pooling.classify(self._parsed(prompts), pooling_params, use_tqdm)
+        return self._pooling.classify(parse_prompts(prompts), pooling_params, use_tqdm)
 
     def encode(
         self,
@@ -186,7 +186,7 @@ class LLM:
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the model makes of each prompt, as numpy arrays. pooling_task: embed, token_embed (one per token), classify."""
-        return self._pooling.encode(self._parsed(prompts), pooling_params, pooling_task, use_tqdm)
+        return self._pooling.encode(parse_prompts(prompts), pooling_params, pooling_task, use_tqdm)
 
     def score(
         self,
@@ -254,9 +254,9 @@ class LLM:
         step = step_params(self.info, params.beam_width, "beam_width")
         ends = () if params.ignore_eos else self.info.eos_token_ids
         jobs = []
-        prompt_list = self._prompt_list(prompts)
-        adapters = self._adapters.of_prompts(lora_request, len(prompt_list))
-        for prompt, (_, adapter_id) in zip(prompt_list, adapters, strict=True):
+        listed = as_prompts(prompts)
+        adapters = self._adapters.of_prompts(lora_request, len(listed))
+        for prompt, (_, adapter_id) in zip(listed, adapters, strict=True):
             job = self._job(prompt, step)
             self._maker.limits.check_prompt(job.prompt_token_ids)
             num_tokens = self._maker.limits.effective_max_tokens(params.max_tokens, len(job.prompt_token_ids))
@@ -380,12 +380,6 @@ class LLM:
     def _template(self, chat_template: str | None = None) -> ChatTemplate:
         return ChatTemplate.for_tokenizer(self._tokenizer, chat_template or self._chat_template)
 
-    def _prompt_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-        return [prompts] if isinstance(prompts, (str, dict)) or _is_token_ids(prompts) else list(prompts)
-
-    def _parsed(self, prompts: Prompt | Sequence[Prompt]) -> list[ParsedPrompt]:
-        return [_parse_prompt(prompt) for prompt in self._prompt_list(prompts)]
-
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
@@ -396,7 +390,7 @@ class LLM:
         return list(params)
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
-        text, ids, salt = _parse_prompt(prompt)
+        text, ids, salt = parse_prompt(prompt)
         if ids is None:
             self._maker.limits.check_text(text or "", self._tokenizer.max_chars_per_token)
             ids = self._tokenizer.encode(text or "")
@@ -500,21 +494,3 @@ def _engine_options(model: str, given: dict[str, Any]) -> EngineOptions:
     if given.get("quantization", "") is None:  # as vLLM spells "the file's own"
         del given["quantization"]
     return EngineOptions(model=model, **{name: value for name, value in given.items() if name in known})
-
-
-def _is_token_ids(prompts: Any) -> bool:
-    return isinstance(prompts, list) and bool(prompts) and all(type(item) is int for item in prompts)
-
-
-def _parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None, str | None]:
-    """(text, token ids, cache salt) of a prompt in any of its forms; UserError for another."""
-    if isinstance(prompt, str):
-        return prompt, None, None
-    if isinstance(prompt, list):
-        return None, list(prompt), None
-    if isinstance(prompt, dict) and ("prompt" in prompt or "prompt_token_ids" in prompt):
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
-            raise UserError(f"a prompt takes prompt, prompt_token_ids and cache_salt, not {sorted(unknown)}", param="prompts")
-        ids = prompt.get("prompt_token_ids")
-        return prompt.get("prompt"), None if ids is None else list(ids), prompt.get("cache_salt")
-    raise UserError("a prompt is a text, a list of token ids, or a dict with prompt or prompt_token_ids", param="prompts")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from halfbyte.engine.client import EngineClient
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.tokenizer import Tokenizer
+from halfbyte.entrypoints.offline_prompts import ParsedPrompt
 from halfbyte.entrypoints.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -27,8 +28,6 @@ from halfbyte.errors import UnsupportedError, UserError
 from halfbyte.pooling import POOLING_TASKS, PoolingParams, PoolingTask
 from halfbyte.types import EngineOutput
 
-# A prompt as (text, token ids, cache salt)
-ParsedPrompt = tuple[str | None, list[int] | None, str | None]
 Made = TypeVar("Made", PoolingOutput, EmbeddingOutput, ClassificationOutput)
 
 
