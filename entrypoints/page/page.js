@@ -81,6 +81,7 @@ async function refresh() {
   try {
     show(await (await call("status")).json());
     notice("");
+    by("key-form").hidden = true;
     if (!by("models").options.length) await listModels();
   } catch (error) {
     if (error.status === 401) askForKey(error.message);

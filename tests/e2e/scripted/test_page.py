@@ -31,6 +31,7 @@ KINDS = [
     KVLayers(format="kv4", num_layers=5, sliding_window=128, bytes_per_token=90.0),
     KVLayers(format="bfloat16", num_layers=1, sliding_window=None, bytes_per_token=64.0),
 ]
+LIMIT_MS = 30_000  # Swagger UI takes its time on a busy machine
 MARKUP = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1"><b>bold</b>'
 
 
@@ -42,6 +43,7 @@ def browser() -> Iterator[Browser]:
         if os.environ.get("HALFBYTE_NEEDS_CHROMIUM"):
             pytest.fail(message)
         pytest.skip(message)
+    expect.set_options(timeout=LIMIT_MS)
     with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=FLAGS) as launched:
         yield launched
 
@@ -69,7 +71,7 @@ class Visit:
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Visit]:
     with browser.new_context() as context:
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(LIMIT_MS)
         yield Visit(context.new_page())
 
 
