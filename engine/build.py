@@ -70,10 +70,6 @@ def build_engine(
     os.environ.setdefault("GOMP_SPINCOUNT", _OPENMP_SPIN_COUNT)
     files = find_model(options.model, options)
     plan = plan_pooling(files, options)
-    if plan is not None and options.enable_lora:
-        raise UnsupportedError(
-            Refusal("--enable-lora: adapters are for models that generate, and this one pools", "leave it out")
-        )
     platform = detect_platform(options.device)
     if plan is not None and plan.is_encoder:
         from halfbyte.engine.build_encoder import build_encoder

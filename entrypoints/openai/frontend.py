@@ -184,7 +184,7 @@ class Call:
         if gone:
             self._line(logging.INFO, "abort")
         elif problem is not None:
-            level = logging.ERROR if problem.status >= 500 and problem.status != 503 else logging.INFO
+            level = logging.ERROR if problem.status == 500 else logging.INFO  # 501 and 503 are no faults
             self._line(level, f"error {problem.status} {problem.type} param={problem.param}", error)
         elif self.frontend.config.enable_log_requests:
             self._line(logging.INFO, ",".join(sorted(self.finish_reasons)) or "done")
