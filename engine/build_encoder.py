@@ -74,7 +74,9 @@ def _configuration(options: EngineOptions, files: ModelFiles, plan: PoolingPlan)
 def _refuse(options: EngineOptions) -> None:
     defaults = EngineOptions()
     given = [f.name for f in fields(options) if getattr(options, f.name) != getattr(defaults, f.name)]
-    refusals = [Refusal(f"{flag_of(name)} is for models with a decoder", "leave it out") for name in given if name in WITHOUT_USE]
+    refusals = [
+        Refusal(f"{flag_of(name)} is for models with a KV cache", "leave it out") for name in given if name in WITHOUT_USE
+    ]
     for name in ("enable_prefix_caching", "enable_chunked_prefill"):
         if getattr(options, name):
             refusals.append(Refusal(f"{flag_of(name)}: an encoder computes each text whole, at once", "leave it out"))

@@ -20,7 +20,7 @@ import msgspec
 
 # The POST routes that answer one body with one body.
 URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/decisions"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/systemone", "/v1/decisions"),
     *("/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
 )
 METHOD = "POST"

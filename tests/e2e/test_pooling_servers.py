@@ -94,7 +94,7 @@ def test_the_startup_names_a_wrong_flag(tmp_path: Path) -> None:
 
     folder = make_encoder(tmp_path, "Bert")
     for flags, words in (
-        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype is for models with a decoder"),
+        (("--kv-cache-dtype", "fp8"), "--kv-cache-dtype is for models with a KV cache"),
         (("--runner", "generate"), "--runner generate: BertModel does not generate text"),
         (("--max-num-batched-tokens", "16", "--max-num-seqs", "4"), "--max-num-batched-tokens 16 is less than"),
     ):

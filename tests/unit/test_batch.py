@@ -56,7 +56,7 @@ def test_a_line_that_cannot_be_sent(text: bytes, custom_id: str | None, param: s
     assert isinstance(answer, Answer)
     assert (answer.custom_id, answer.response) == (custom_id, None)
     assert re.fullmatch("halfbyte-[0-9a-f]{32}", answer.id)
-    assert answer.error is not None and answer.error.message.startswith(message) and len(answer.error.message) < 400
+    assert answer.error is not None and answer.error.message.startswith(message) and len(answer.error.message) < 500
     assert (answer.error.type, answer.error.param, answer.error.code) == ("BadRequestError", param, 400)
 
 

@@ -260,8 +260,11 @@ def test_r9_flashinfer_needs_its_finished_kernels(platform: str, start: Start, r
 
 @pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
 def test_r11_attention_that_looks_ahead(name: str, refusal: Callable[..., str]) -> None:
-    message = refusal(GEMMA | {"use_bidirectional_attention": True}, "sm90", kv_cache_dtype=name)
-    assert "bidirectional attention is not supported" in message
+    """Such a model reads whole texts and keeps nothing of them; it cannot be made to generate either."""
+    looks_ahead = GEMMA | {"use_bidirectional_attention": True}
+    assert "--kv-cache-dtype is for models with a KV cache" in refusal(looks_ahead, "sm90", kv_cache_dtype=name)
+    message = refusal(looks_ahead, "sm90", kv_cache_dtype=name, runner="generate", error=UserError)
+    assert "does not generate text" in message
 
 
 @pytest.mark.parametrize("platform", GPUS)
