@@ -84,6 +84,14 @@ class EngineClient(Protocol):
         """Stop the engine and free what it holds. `receive` must not be in progress, except in a process client."""
 
 
+def carry_out(client: EngineClient, action: Order[Answer]) -> Answer:
+    """Wait for a control call of a client that nobody else receives from."""
+    answered = client.control(action)
+    while not answered.done():
+        client.receive()
+    return answered.result()
+
+
 class _OpenCalls:
     """The control calls of one client that have no reply yet."""
 

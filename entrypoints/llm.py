@@ -16,8 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 from halfbyte.config import DEFAULT_MODEL, EngineOptions
-from halfbyte.engine.client import EngineClient, InProcessClient
-from halfbyte.engine.messages import Answer, EngineState, Order, ResetPrefixCache, Sleep, WakeUp
+from halfbyte.engine.client import EngineClient, InProcessClient, carry_out
+from halfbyte.engine.messages import EngineState, ResetPrefixCache, Sleep, WakeUp
 from halfbyte.engine.output_processor import OutputProcessor, SequenceDelta
 from halfbyte.engine.requests import RequestMaker
 from halfbyte.engine.tokenizer import SEAM, Tokenizer
@@ -341,17 +341,17 @@ class LLM:
             raise UserError(f"level must be 0, 1 or 2, got {level!r}", param="level")
         if mode not in ("abort", "wait", "keep"):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r}", param="mode")
-        self._state = self._order(Sleep(level))
+        self._state = carry_out(self._client, Sleep(level))
 
     def wake_up(self, tags: Sequence[MemoryPart] | None = None) -> None:
         """Fetch back what `sleep` gave back, or parts of it: "weights", then "kv_cache". Nothing computes before all is there."""
         if unknown := set(tags or ()) - set(MEMORY_PARTS):
             raise UserError(f"tags must be of {', '.join(MEMORY_PARTS)}, got {sorted(map(str, unknown))}", param="tags")
-        self._state = self._order(WakeUp(list(tags or ())))
+        self._state = carry_out(self._client, WakeUp(list(tags or ())))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes. Always True here, where nothing runs between two calls."""
-        return self._order(ResetPrefixCache(reset_running_requests)).success
+        return carry_out(self._client, ResetPrefixCache(reset_running_requests)).success
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -363,12 +363,6 @@ class LLM:
     def close(self) -> None:
         """Free the model and its cache. The instance cannot be used again."""
         self._client.close()
-
-    def _order(self, action: Order[Answer]) -> Answer:
-        answered = self._client.control(action)
-        while not answered.done():
-            self._client.receive()
-        return answered.result()
 
     @property
     def _awake_client(self) -> EngineClient:

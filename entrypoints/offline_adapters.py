@@ -6,16 +6,12 @@ Knows what callers asked and what the engine holds; knows no files. Called by `L
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
 
 from halfbyte.adapters import LoRARequest
-from halfbyte.engine.client import EngineClient
+from halfbyte.engine.client import EngineClient, carry_out
 from halfbyte.engine.messages import LoadAdapter, UnloadAdapter
 from halfbyte.errors import UserError
-
-T = TypeVar("T")
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
@@ -67,15 +63,10 @@ class OfflineAdapters:
         if held is None or request.load_inplace:
             unwanted = [name for name in self._held if name not in wanted]
             if held is None and len(self._held) >= self._max_loras and unwanted:
-                self._wait(self._client.control(UnloadAdapter(self._held.pop(unwanted[0]).adapter_id)))
+                carry_out(self._client, UnloadAdapter(self._held.pop(unwanted[0]).adapter_id))
             replaced = None if held is None else held.adapter_id
-            done = self._wait(self._client.control(LoadAdapter(request.lora_path, replaced)))
+            done = carry_out(self._client, LoadAdapter(request.lora_path, replaced))
             if replaced is not None:
-                self._wait(self._client.control(UnloadAdapter(replaced)))
+                carry_out(self._client, UnloadAdapter(replaced))
             held = _Held(request.lora_path, done.adapter_id)
         self._held[request.lora_name] = held
-
-    def _wait(self, answered: Future[T]) -> T:
-        while not answered.done():
-            self._client.receive()
-        return answered.result()

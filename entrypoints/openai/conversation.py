@@ -118,7 +118,7 @@ CALL_PREFIX = "chatcmpl-tool-"
 class AnswerReader:
     """Reads one choice of an answer as it is written: what the request wants to hear of, each call with an id.
 
-    has_calls: whether a call began, heard of or not. tally: counts the tokens of thoughts. call_prefix: of the ids.
+    has_calls: whether a call was told. tally: counts the tokens of thoughts. call_prefix: of the ids.
     """
 
     def __init__(self, conversation: Conversation, tally: Tally, call_prefix: str = CALL_PREFIX) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64encode
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
 
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
-from halfbyte.entrypoints.openai.pooling import begin, pool, pooling_params, prompt_jobs
+from halfbyte.entrypoints.openai.pooling import ListAnswer, begin, pool, pooling_params, prompt_jobs
 from halfbyte.entrypoints.openai.pooling_protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest
-from halfbyte.entrypoints.openai.wire import Usage, to_json
+from halfbyte.entrypoints.openai.wire import to_json
 from halfbyte.entrypoints.pooling.prompts import PoolingJob
 
 Numbers = list[float | list[float]] | str
@@ -27,15 +27,8 @@ class Embedding(msgspec.Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class Embeddings(msgspec.Struct, kw_only=True):
-    """One entry per prompt, in their order, as in the two below."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class Embeddings(ListAnswer):
     data: list[Embedding]
-    usage: Usage
 
 
 class Pooled(msgspec.Struct, kw_only=True):
@@ -46,13 +39,8 @@ class Pooled(msgspec.Struct, kw_only=True):
     data: Numbers
 
 
-class PooledTexts(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class PooledTexts(ListAnswer):
     data: list[Pooled]
-    usage: Usage
 
 
 class Class(msgspec.Struct, kw_only=True):
@@ -64,13 +52,8 @@ class Class(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
-class Classes(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class Classes(ListAnswer):
     data: list[Class]
-    usage: Usage
 
 
 async def embed(frontend: Frontend, call: Call, request: EmbeddingRequest) -> Response:
@@ -121,16 +104,15 @@ def _numbers(vector: bytes, job: PoolingJob, *, as_text: bool) -> Numbers:
     if as_text:
         return b64encode(vector).decode("ascii")
     if job.pooling.task != "token_embed":
-        numbers: Numbers = _floats(vector)
-        return numbers
+        return [*_floats(vector)]
     size = len(vector) // len(job.token_ids)
     return [_floats(vector[start : start + size]) for start in range(0, len(vector), size)]
 
 
-def _floats(vector: bytes) -> Any:
+def _floats(vector: bytes) -> list[float]:
     return array("f", vector).tolist()
 
 
-async def _answer(frontend: Frontend, body: Any, vectors: Sequence[bytes]) -> Response:
+async def _answer(frontend: Frontend, body: Callable[[], ListAnswer], vectors: Sequence[bytes]) -> Response:
     """Many numbers are written beside the event loop."""
     return await frontend.beside.run(lambda: to_json(body()), sum(map(len, vectors)))

@@ -365,7 +365,7 @@ class Frontend:
         except EngineDeadError as error:
             raise unavailable(f"the engine is gone: {error}", retry_after_s=5) from None
 
-    def pool(self, job: PoolingJob, priority: int, cache_salt: str | None) -> Closeable:
+    def pool(self, job: PoolingJob, *, priority: int, cache_salt: str | None) -> Closeable:
         """Start one job of a call that was admitted."""
         self._require_going()
         try:

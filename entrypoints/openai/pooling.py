@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import msgspec
+
+from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.openai import templates
 from halfbyte.entrypoints.openai.choices import Tally
 from halfbyte.entrypoints.openai.errors import GenerationError
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
 from halfbyte.entrypoints.openai.pooling_protocol import PoolingFields, PromptFields
 from halfbyte.entrypoints.openai.prompts import parse_prompts
-from halfbyte.entrypoints.openai.reads import READS_AT_ONCE
+from halfbyte.entrypoints.openai.reads import READS_AT_ONCE, read_each
 from halfbyte.entrypoints.openai.refused import refuse_unsupported
 from halfbyte.entrypoints.openai.wire import Usage
 from halfbyte.entrypoints.pooling.prompts import PoolingJob, PoolingPrompts
 from halfbyte.errors import UserError
 from halfbyte.pooling import PoolingParams, PoolingTask
+
+
+class ListAnswer(msgspec.Struct, kw_only=True):
+    """What answers with one entry per prompt have in common; `data` holds the entries, in the order of the prompts."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: Usage
 
 
 class _Conversation:
@@ -90,19 +102,14 @@ async def pool(frontend: Frontend, call: Call, request: PoolingFields, jobs: Seq
     lengths = [len(job.token_ids) for job in jobs]
     tally = Tally(call, lengths)
     frontend.engine.admit(min(READS_AT_ONCE, len(jobs)), max(lengths))
-    turns = asyncio.Semaphore(READS_AT_ONCE)
+    start = partial(frontend.pool, priority=request.priority or 0, cache_salt=request.cache_salt)
+    deltas = await read_each(start, jobs)
+    for index, delta in enumerate(deltas):
+        tally.count(index, delta)
+    return [_vector(delta) for delta in deltas], tally.usage()
 
-    async def run(index: int, job: PoolingJob) -> bytes:
-        async with turns, aclosing(frontend.pool(job, request.priority or 0, request.cache_salt)) as generation:
-            delta = await anext(aiter(generation))
-            tally.count(index, delta)
-            if delta.pooled is None:
-                raise GenerationError("the engine could not compute this prompt")
-            return delta.pooled
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(index, job)) for index, job in enumerate(jobs)]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks], tally.usage()
+def _vector(delta: SequenceDelta) -> bytes:
+    if delta.pooled is None:
+        raise GenerationError("the engine could not compute this prompt")
+    return delta.pooled

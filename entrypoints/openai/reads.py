@@ -1,24 +1,31 @@
-"""A call's questions to answers, over the engine: plan, admit, read, answer. Shared by the routes of structured decisions."""
+"""What a call reads of the engine: many small requests, each with one delta. And structured decisions, which are made of such.
+
+`read_each` is shared with the routes of models that pool, `decide` by the routes of decisions: plan, admit, read, answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from halfbyte.adapters import LoadedAdapter
+from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.decisions.decider import Asking
 from halfbyte.entrypoints.decisions.questions import Question
-from halfbyte.entrypoints.decisions.reading import Read, Readout
+from halfbyte.entrypoints.decisions.reading import Readout
 from halfbyte.entrypoints.decisions.results import Decided, decided
 from halfbyte.entrypoints.openai.errors import GenerationError
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
+from halfbyte.entrypoints.openai.streaming import Closeable
 
 READS_AT_ONCE = 64
+
+Item = TypeVar("Item")
 
 
 async def decide(
@@ -40,7 +47,8 @@ async def decide(
     plan = await frontend.beside.run(partial(decider.plan, questions, asking), size)
     call.num_prompt_tokens = sum(map(len, plan.reads))
     engine.admit(min(READS_AT_ONCE, len(plan.reads)), max(map(len, plan.reads)))
-    readouts = await _read_all(frontend, plan.reads, frontend.adapters.of(model), priority, cache_salt)
+    start = partial(frontend.read, adapter=frontend.adapters.of(model), priority=priority, cache_salt=cache_salt)
+    readouts = [_readout(delta) for delta in await read_each(start, plan.reads)]
     call.num_completion_tokens = len(readouts)
     call.finish_reasons.add("read")
     return decided(decider, engine.info, plan.answers(readouts), plan.reads, readouts)
@@ -51,22 +59,29 @@ def salt_of(key: str | None) -> str | None:
     return None if key is None else hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-async def _read_all(
-    frontend: Frontend, reads: Sequence[Read], adapter: LoadedAdapter | None, priority: int, cache_salt: str | None
-) -> list[Readout]:
-    """Some at a time, so that many questions of one call leave room for other calls."""
+async def read_each(start: Callable[[Item], Closeable], items: Sequence[Item]) -> list[SequenceDelta]:
+    """The one delta of what is started for each item, in their order. The first error ends all.
+
+    Some at a time, so that one call with many of them leaves room for other calls.
+    """
     turns = asyncio.Semaphore(READS_AT_ONCE)
 
-    async def make(read: Read) -> Readout:
-        async with turns, aclosing(frontend.read(read, adapter, priority=priority, cache_salt=cache_salt)) as generation:
+    async def read(item: Item) -> SequenceDelta:
+        async with turns, aclosing(start(item)) as generation:
             delta = await anext(aiter(generation))
-            if delta.finish_reason == "error" or not delta.logprobs:
-                raise GenerationError(delta.error or "the engine could not read this question")
-            return Readout.of(delta.logprobs[0], delta.num_cached_tokens)
+            if delta.finish_reason == "error":
+                raise GenerationError(delta.error or "the engine could not finish this request")
+            return delta
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(make(read)) for read in reads]
+            tasks = [group.create_task(read(item)) for item in items]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _readout(delta: SequenceDelta) -> Readout:
+    if not delta.logprobs:
+        raise GenerationError("the engine could not read this question")
+    return Readout.of(delta.logprobs[0], delta.num_cached_tokens)

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from halfbyte.entrypoints.openai.frontend import Call, Frontend
-from halfbyte.entrypoints.openai.pooling import begin, pool, pooling_params
+from halfbyte.entrypoints.openai.pooling import ListAnswer, begin, pool, pooling_params
 from halfbyte.entrypoints.openai.pooling_protocol import PairFields, RerankRequest, ScoreRequest, ScoreTexts
 from halfbyte.entrypoints.openai.wire import Usage, to_json
 from halfbyte.entrypoints.pooling.prompts import PairOptions
@@ -27,13 +27,8 @@ class Score(msgspec.Struct, kw_only=True):
     score: float
 
 
-class Scores(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class Scores(ListAnswer):
     data: list[Score]
-    usage: Usage
 
 
 class Document(msgspec.Struct):

@@ -76,7 +76,7 @@ class ServedAdapters:
             old = self._by_name.get(name)
             if old is not None and not in_place:
                 raise UserError(
-                    f"The lora adapter {name!r} has already been loaded. To load it in place, set 'load_inplace' to true.",
+                    f"an adapter is served as {name!r} already; load_inplace=true puts another in its place",
                     param="lora_name",
                 )
             done = await self._engine.control(LoadAdapter(path, None if old is None else old.adapter_id))
@@ -89,7 +89,7 @@ class ServedAdapters:
         async with self._turn:
             found = self._by_name.get(name)
             if found is None or adapter_id not in (None, found.adapter_id):
-                raise NotFoundError(f"The lora adapter {name!r} cannot be found.", param="lora_name")
+                raise NotFoundError(f"no adapter is served as {name!r}", param="lora_name")
             del self._by_name[name]
             await self._engine.control(UnloadAdapter(found.adapter_id))
 
