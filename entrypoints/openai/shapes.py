@@ -90,16 +90,20 @@ INPUT_ITEM: Shape = {
             role={"enum": ["user", "assistant", "system", "developer"]},
             content={"anyOf": [_TEXT, _list(_INPUT_TEXT)]},
         ),
-        _object(
-            ("type", "call_id", "name", "arguments"),
-            type={"const": "function_call"},
-            call_id=_TEXT | {"minLength": 1},
-            name=_TEXT | {"minLength": 1},
-            arguments=_TEXT,
+        *(
+            _object(
+                ("type", "call_id", "name", told),
+                type={"const": kind},
+                call_id=_TEXT | {"minLength": 1},
+                name=_TEXT | {"minLength": 1},
+                namespace=_TEXT | {"minLength": 1},
+                **{told: _TEXT},
+            )
+            for kind, told in (("function_call", "arguments"), ("custom_tool_call", "input"))
         ),
         _object(
             ("type", "call_id", "output"),
-            type={"const": "function_call_output"},
+            type={"enum": ["function_call_output", "custom_tool_call_output"]},
             call_id=_TEXT | {"minLength": 1},
             output={"anyOf": [_TEXT, _list(_INPUT_TEXT)]},
         ),
@@ -107,15 +111,36 @@ INPUT_ITEM: Shape = {
         _object(("type", "id"), type={"const": "item_reference"}, id=_TEXT),
     ]
 }
-FLAT_TOOL = _object(
+_TOOL_NAME = _TEXT | {"minLength": 1, "maxLength": 128}
+_FLAT_FUNCTION = _object(
     ("type", "name"),
     type={"const": "function"},
-    name=_TEXT | {"minLength": 1, "maxLength": 128},
+    name=_TOOL_NAME,
     description=_TEXT,
     parameters=JSON_SCHEMA,
     strict=_FLAG,
 )
-_FLAT_NAMED = _object(("type", "name"), type={"const": "function"}, name=_TEXT)
+_CUSTOM = _object(
+    ("type", "name"),
+    type={"const": "custom"},
+    name=_TOOL_NAME,
+    description=_TEXT,
+    format=_object(("type",), type={"const": "text"}),
+)
+FLAT_TOOL: Shape = {
+    "oneOf": [
+        _FLAT_FUNCTION,
+        _CUSTOM,
+        _object(
+            ("type", "name", "tools"),
+            type={"const": "namespace"},
+            name=_TEXT | {"minLength": 1, "maxLength": 64},
+            description=_TEXT,
+            tools=_list({"oneOf": [_FLAT_FUNCTION, _CUSTOM]}, minItems=1),
+        ),
+    ]
+}
+_FLAT_NAMED = _object(("type", "name"), type={"enum": ["function", "custom"]}, name=_TEXT, namespace=_TEXT)
 FLAT_TOOL_CHOICE: Shape = {
     "oneOf": [
         _FLAT_NAMED,

@@ -15,6 +15,7 @@ from halfbyte.entrypoints.openai.protocol import ChatRequest
 from halfbyte.entrypoints.openai.refused import refuse_unsupported
 from halfbyte.entrypoints.responses.items import ChatMessage, num_turns, without_oldest
 from halfbyte.entrypoints.responses.protocol import LOGPROBS, ResponsesRequest
+from halfbyte.entrypoints.responses.tools import RequestTools, read_choice
 from halfbyte.errors import PromptTooLongError, UserError
 
 # the chat's field -> what it is called here
@@ -76,7 +77,7 @@ def refuse_foreign(request: ResponsesRequest) -> None:
         raise UserError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
 
 
-def chat_request(request: ResponsesRequest, messages: list[ChatMessage]) -> ChatRequest:
+def chat_request(request: ResponsesRequest, tools: RequestTools, messages: list[ChatMessage]) -> ChatRequest:
     """The chat request that asks the same of these messages."""
     extra = {name: value for name, value in (request.model_extra or {}).items() if name not in NEUTRAL}
     same = {name: value for name in SAME if (value := getattr(request, name)) is not None}
@@ -84,52 +85,14 @@ def chat_request(request: ResponsesRequest, messages: list[ChatMessage]) -> Chat
     asked = {
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
-        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
-        "tool_choice": _tool_choice(request.tool_choice, has_tools=bool(request.tools)),
+        "tools": tools.offered or None,
+        "tool_choice": read_choice(request.tool_choice, has_tools=bool(tools.offered)),
         "response_format": _response_format(None if request.text is None else request.text.format),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "logprobs": logprobs or None,
         "top_logprobs": request.top_logprobs if logprobs else None,
     }
     return ChatRequest.model_validate(extra | same | asked)
-
-
-def _tool(given: Mapping[str, Any], place: str) -> dict[str, Any]:
-    kind = given.get("type")
-    if kind != "function":
-        raise UserError(
-            f"{place}.type is {str(kind)[:40]!r}: this server runs no tools of its own and takes only those of type function",
-            param="tools",
-        )
-    if "function" in given:
-        raise UserError(f"{place}: name, description, parameters and strict stand in the tool itself here", param="tools")
-    return {"type": "function", "function": {name: value for name, value in given.items() if name in _OF_FUNCTION}}
-
-
-_OF_FUNCTION = ("name", "description", "parameters", "strict")
-
-
-def _tool_choice(given: str | Mapping[str, Any] | None, *, has_tools: bool) -> str | dict[str, Any] | None:
-    if given == "auto" and not has_tools:
-        return "none"
-    if given is None or isinstance(given, str):
-        return given
-    match given.get("type"):
-        case "function":
-            return _named(given)
-        case "allowed_tools":
-            tools = given.get("tools")
-            named = [_named(tool) if isinstance(tool, Mapping) else tool for tool in tools] if isinstance(tools, list) else tools
-            return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode"), "tools": named}}
-    raise UserError(
-        'tool_choice must be "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", "mode":'
-        ' ..., "tools": [...]}',
-        param="tool_choice",
-    )
-
-
-def _named(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": given.get("name")}}
 
 
 def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from halfbyte.entrypoints.responses.kept import stream_of
 from halfbyte.entrypoints.responses.protocol import LOGPROBS, ResponsesRequest
 from halfbyte.entrypoints.responses.store import Entry, ResponseStore
 from halfbyte.entrypoints.responses.token_trail import TokenTrail
+from halfbyte.entrypoints.responses.tools import RequestTools
 from halfbyte.entrypoints.responses.wire import (
     Response,
     ResponseUsage,
@@ -48,6 +49,7 @@ async def create(frontend: Frontend, call: Call, request: ResponsesRequest) -> H
     keeps = _keeps(request, store)
     ids = ItemIds(response_id := f"resp_{uuid.uuid4().hex}")
     earlier = [] if request.previous_response_id is None else store.conversation(call.owner, request.previous_response_id)
+    tools = RequestTools(request.tools or ())
     items = read_input(request.input, ids, lambda item_id: store.item(call.owner, item_id))
     messages = to_messages(request.instructions, [*earlier, *items])
     entry = None
@@ -56,10 +58,11 @@ async def create(frontend: Frontend, call: Call, request: ResponsesRequest) -> H
         store.check_room(entry)
     with own_words():
         conversation = await fit(
-            frontend, lambda kept: chat_request(request, kept), messages, truncate=request.truncation == "auto"
+            frontend, lambda kept: chat_request(request, tools, kept), messages, truncate=request.truncation == "auto"
         )
         tally, generations = await begin(frontend, call, conversation)
-    writer = ResponseWriter(_response(response_id, call, request, conversation), ids, _trail(frontend, request))
+    response = _response(response_id, call, request, tools, conversation)
+    writer = ResponseWriter(response, ids, tools, _trail(frontend, request))
     answering = Answering(frontend, call, conversation, tally, generations, writer, entry)
     if request.background:
         return answering.in_background(streams=bool(request.stream))
@@ -85,7 +88,9 @@ def _trail(frontend: Frontend, request: ResponsesRequest) -> TokenTrail | None:
     return TokenTrail(TokenNames(frontend.engine.tokenizer))
 
 
-def _response(response_id: str, call: Call, request: ResponsesRequest, conversation: Conversation) -> Response:
+def _response(
+    response_id: str, call: Call, request: ResponsesRequest, tools: RequestTools, conversation: Conversation
+) -> Response:
     text, reasoning = request.text, request.reasoning
     return Response(
         id=response_id,
@@ -105,7 +110,7 @@ def _response(response_id: str, call: Call, request: ResponsesRequest, conversat
         temperature=conversation.params.temperature,
         text={"format": (text and text.format) or {"type": "text"}, "verbosity": "medium"},
         tool_choice=request.tool_choice if request.tool_choice is not None else "auto",
-        tools=request.tools or [],
+        tools=tools.given,
         top_logprobs=request.top_logprobs or 0,
         top_p=conversation.params.top_p,
         truncation=request.truncation or "disabled",

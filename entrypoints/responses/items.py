@@ -6,18 +6,26 @@ store: `find` looks up what is only referred to. A UserError names the item that
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from halfbyte.entrypoints.chat_messages import TEXT_PARTS
 from halfbyte.entrypoints.chat_roles import INSTRUCTING
+from halfbyte.entrypoints.responses.tools import INPUT, offered_name
 from halfbyte.entrypoints.responses.wire import (
+    CallItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputText,
     Item,
     MessageItem,
+    OutputItem,
     OutputText,
     ReasoningItem,
     ReasoningText,
@@ -26,10 +34,18 @@ from halfbyte.entrypoints.responses.wire import (
 from halfbyte.errors import UserError
 
 ROLES = ("user", "assistant", "system", "developer")
-KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-PREFIXES = {MessageItem: "msg", FunctionCallItem: "fc", FunctionCallOutputItem: "fco", ReasoningItem: "rs"}
+CALLS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
+KINDS = ("message", *CALLS, "reasoning", "item_reference")
+PREFIXES = {
+    MessageItem: "msg",
+    FunctionCallItem: "fc",
+    FunctionCallOutputItem: "fco",
+    CustomToolCallItem: "ctc",
+    CustomToolCallOutputItem: "ctco",
+    ReasoningItem: "rs",
+}
 _GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_OWN_ID = re.compile(r"(?:msg|fc|fco|rs)_([0-9a-f]{32})[0-9a-f]{4,}")
+_OWN_ID = re.compile(f"(?:{'|'.join(PREFIXES.values())})_([0-9a-f]{{32}})[0-9a-f]{{4,}}")
 
 ChatMessage = dict[str, Any]
 
@@ -71,20 +87,29 @@ def _read_item(given: Mapping[str, Any], place: str, ids: ItemIds, find: Callabl
             make = OutputText if role == "assistant" else InputText
             content = [make(text) for text in _texts(given.get("content"), f"{place}.content")]
             return MessageItem(id=_id(given, place, ids, MessageItem), role=role, content=content)
-        case "function_call":
-            call_id, name, arguments = (_text(given, field, place) for field in ("call_id", "name", "arguments"))
-            return FunctionCallItem(id=_id(given, place, ids, FunctionCallItem), call_id=call_id, name=name, arguments=arguments)
-        case "function_call_output":
+        case "function_call" | "custom_tool_call":
+            return _read_call(given, place, ids)
+        case "function_call_output" | "custom_tool_call_output":
             output = given.get("output")
             if not isinstance(output, str):
                 output = [InputText(text) for text in _texts(output, f"{place}.output")]
-            call_id = _text(given, "call_id", place)
-            return FunctionCallOutputItem(id=_id(given, place, ids, FunctionCallOutputItem), call_id=call_id, output=output)
+            made = FunctionCallOutputItem if kind == "function_call_output" else CustomToolCallOutputItem
+            return made(id=_id(given, place, ids, made), call_id=_text(given, "call_id", place), output=output)
         case "reasoning":
             return _read_reasoning(given, place, ids)
         case "item_reference":
             return find(_text(given, "id", place))
     raise _wrong(f"{place} has type {_short(kind)}; this server takes {', '.join(KINDS)}")
+
+
+def _read_call(given: Mapping[str, Any], place: str, ids: ItemIds) -> CallItem:
+    call_id, name = _text(given, "call_id", place), _text(given, "name", place)
+    namespace = msgspec.UNSET if given.get("namespace") is None else _text(given, "namespace", place)
+    if given["type"] == "function_call":
+        item_id, arguments = _id(given, place, ids, FunctionCallItem), _text(given, "arguments", place)
+        return FunctionCallItem(id=item_id, call_id=call_id, name=name, arguments=arguments, namespace=namespace)
+    item_id, told = _id(given, place, ids, CustomToolCallItem), _text(given, "input", place)
+    return CustomToolCallItem(id=item_id, call_id=call_id, name=name, input=told, namespace=namespace)
 
 
 def _read_reasoning(given: Mapping[str, Any], place: str, ids: ItemIds) -> ReasoningItem:
@@ -111,7 +136,7 @@ def _id(given: Mapping[str, Any], place: str, ids: ItemIds, kind: type[Item]) ->
 
 def _text(given: Mapping[str, Any], field: str, place: str) -> str:
     value = given.get(field)
-    if not isinstance(value, str) or (not value and field != "arguments"):
+    if not isinstance(value, str) or (not value and field not in ("arguments", "input")):
         raise _wrong(f"{place}.{field} must be a text, got {_short(value)}")
     return value
 
@@ -150,13 +175,13 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMes
     turn: ChatMessage | None = None
     names: dict[str, str] = {}
     for item in items:
-        if isinstance(item, (ReasoningItem, FunctionCallItem)) or (isinstance(item, MessageItem) and item.role == "assistant"):
+        if isinstance(item, (ReasoningItem, CallItem)) or (isinstance(item, MessageItem) and item.role == "assistant"):
             if turn is None:
                 turn = {"role": "assistant", "content": []}
                 messages.append(turn)
             _grow(turn, item)
-            if isinstance(item, FunctionCallItem):
-                names[item.call_id] = item.name
+            if isinstance(item, CallItem):
+                names[item.call_id] = _offered(item)
             continue
         turn = None
         if isinstance(item, MessageItem):
@@ -164,15 +189,14 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMes
             continue
         name = names.get(item.call_id)
         if name is None:
-            raise _wrong(
-                f"no function_call in this conversation has the call_id {_short(item.call_id)} of a function_call_output"
-            )
+            kind = "function_call" if isinstance(item, FunctionCallOutputItem) else "custom_tool_call"
+            raise _wrong(f"no {kind} in this conversation has the call_id {_short(item.call_id)} of a {kind}_output")
         output = item.output if isinstance(item.output, str) else _parts(item.output)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "name": name, "content": output})
     return messages
 
 
-def _grow(turn: ChatMessage, item: MessageItem | ReasoningItem | FunctionCallItem) -> None:
+def _grow(turn: ChatMessage, item: OutputItem) -> None:
     """Add what the assistant did next."""
     match item:
         case MessageItem():
@@ -180,9 +204,16 @@ def _grow(turn: ChatMessage, item: MessageItem | ReasoningItem | FunctionCallIte
         case ReasoningItem():
             thoughts = [part.text for part in item.content or item.summary]
             turn["reasoning"] = "\n".join([*([turn["reasoning"]] if "reasoning" in turn else ()), *thoughts])
-        case FunctionCallItem():
-            function = {"name": item.name, "arguments": item.arguments}
+        case FunctionCallItem() | CustomToolCallItem():
+            written = (
+                item.arguments if isinstance(item, FunctionCallItem) else json.dumps({INPUT: item.input}, ensure_ascii=False)
+            )
+            function = {"name": _offered(item), "arguments": written}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+
+
+def _offered(item: CallItem) -> str:
+    return offered_name(item.name, item.namespace or None)
 
 
 def _parts(content: Iterable[InputText | OutputText]) -> list[dict[str, str]]:

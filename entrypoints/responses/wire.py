@@ -53,13 +53,14 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=T
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True):
-    """arguments: JSON text."""
+    """arguments: JSON text. namespace: told where the tool has one."""
 
     id: str
     status: ItemStatus = "completed"
     call_id: str
     name: str
     arguments: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True):
@@ -69,8 +70,26 @@ class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_cal
     output: str | list[InputText]
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomToolCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call", kw_only=True):
+    """input: any text. These have no status."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class CustomToolCallOutputItem(msgspec.Struct, tag_field="type", tag="custom_tool_call_output", kw_only=True):
+    id: str
+    call_id: str
+    output: str | list[InputText]
+
+
+CallItem = FunctionCallItem | CustomToolCallItem
+CallOutputItem = FunctionCallOutputItem | CustomToolCallOutputItem
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem
+Item = OutputItem | FunctionCallOutputItem | CustomToolCallOutputItem
 Part = OutputText | ReasoningText
 
 
@@ -245,6 +264,20 @@ class CallArgumentsDone(msgspec.Struct, tag_field="type", tag="response.function
     arguments: str
 
 
+class CustomInputDelta(msgspec.Struct, tag_field="type", tag="response.custom_tool_call_input.delta"):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class CustomInputDone(msgspec.Struct, tag_field="type", tag="response.custom_tool_call_input.done"):
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
+
+
 class FailureEvent(msgspec.Struct, tag_field="type", tag="error"):
     sequence_number: int
     code: str
@@ -262,6 +295,8 @@ StreamEvent = (
     | ReasoningTextDone
     | CallArgumentsDelta
     | CallArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone
     | FailureEvent
 )
 EVENTS: tuple[type, ...] = get_args(StreamEvent)

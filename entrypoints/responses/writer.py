@@ -16,13 +16,18 @@ from halfbyte.engine.output_processor import SequenceDelta
 from halfbyte.entrypoints.answers.events import CallArguments, CallStart, Content, Event, Reasoning
 from halfbyte.entrypoints.openai.errors import ApiError
 from halfbyte.entrypoints.openai.wire import TokenLogprob
+from halfbyte.entrypoints.responses.custom_input import CustomInput
 from halfbyte.entrypoints.responses.items import ItemIds
 from halfbyte.entrypoints.responses.token_trail import TokenTrail
+from halfbyte.entrypoints.responses.tools import RequestTools
 from halfbyte.entrypoints.responses.wire import (
     LAST_EVENT,
     CallArgumentsDelta,
     CallArgumentsDone,
     ContentPartEvent,
+    CustomInputDelta,
+    CustomInputDone,
+    CustomToolCallItem,
     EventLogprob,
     FailureEvent,
     FunctionCallItem,
@@ -52,11 +57,12 @@ from halfbyte.entrypoints.scrub import scrub
 
 @dataclass
 class _Growing:
-    """The item that grows, as it was when it began, and what came of it since."""
+    """The item that grows, as it was when it began, and what came of it since. custom: reads arguments of a custom tool."""
 
     item: OutputItem
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    custom: CustomInput | None = None
 
 
 class ResponseWriter:
@@ -65,9 +71,10 @@ class ResponseWriter:
     response: as it is now; its output holds what is done. trail: None where no log probabilities were asked for.
     """
 
-    def __init__(self, response: Response, ids: ItemIds, trail: TokenTrail | None = None) -> None:
+    def __init__(self, response: Response, ids: ItemIds, tools: RequestTools, trail: TokenTrail | None = None) -> None:
         self.response = response
         self._ids = ids
+        self._tools = tools
         self._trail = trail
         self._open: _Growing | None = None
         self._blank = ""  # white space that may come before a message, or between items, where it is nothing
@@ -180,26 +187,43 @@ class ResponseWriter:
 
     def _begin_call(self, event: CallStart) -> list[StreamEvent]:
         self._blank = ""
-        call = FunctionCallItem(
-            id=self._ids.new(FunctionCallItem), status="in_progress", call_id=event.call_id or "", name=event.name, arguments=""
-        )
-        self._open = _Growing(call)
+        tool, call_id = self._tools.called(event.name), event.call_id or ""
+        namespace = tool.namespace or msgspec.UNSET
+        if tool.is_custom:
+            item_id = self._ids.new(CustomToolCallItem)
+            custom = CustomToolCallItem(id=item_id, call_id=call_id, name=tool.name, input="", namespace=namespace)
+            self._open = _Growing(custom, custom=CustomInput())
+        else:
+            item_id = self._ids.new(FunctionCallItem)
+            call = FunctionCallItem(
+                id=item_id, status="in_progress", call_id=call_id, name=tool.name, arguments="", namespace=namespace
+            )
+            self._open = _Growing(call)
         return [self._item("response.output_item.added")]
 
     def _arguments(self, text: str) -> list[StreamEvent]:
         if self._trail is not None:
             self._trail.take(text)
         growing = self._growing
+        if growing.custom is not None:
+            return self._grow_input(growing.custom.feed(text))
         growing.texts.append(text)
         return [CallArgumentsDelta(self._next(), growing.item.id, self._index, text)]
+
+    def _grow_input(self, text: str) -> list[StreamEvent]:
+        if not text:
+            return []
+        growing = self._growing
+        growing.texts.append(text)
+        return [CustomInputDelta(self._next(), growing.item.id, self._index, text)]
 
     def _close(self, status: ItemStatus) -> list[StreamEvent]:
         """The open item is done, if there is one."""
         growing = self._open
         if growing is None:
             return []
+        told = [] if growing.custom is None else self._grow_input(growing.custom.finish())
         text, index, item_id = "".join(growing.texts), self._index, growing.item.id
-        told: list[StreamEvent] = []
         match growing.item:
             case MessageItem():
                 part = OutputText(text, logprobs=growing.logprobs)
@@ -215,6 +239,9 @@ class ResponseWriter:
             case FunctionCallItem():
                 told.append(CallArgumentsDone(self._next(), item_id, index, growing.item.name, text))
                 done = msgspec.structs.replace(growing.item, status=status, arguments=text)
+            case CustomToolCallItem():
+                told.append(CustomInputDone(self._next(), item_id, index, text))
+                done = msgspec.structs.replace(growing.item, input=text)
         growing.item = done
         told.append(self._item("response.output_item.done"))
         self.response.output.append(done)

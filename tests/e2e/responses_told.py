@@ -16,6 +16,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 Post = Callable[[dict[str, Any]], httpx.Response]
 _EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+KINDS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -88,8 +94,8 @@ def streamed(answer: httpx.Response) -> Streamed:
 
 def _check_item(item: dict[str, Any], events: list[dict[str, Any]]) -> None:
     """In the order of the official API, under one id, with deltas that join."""
-    kind = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}[item["type"]]
-    has_parts = kind != "function_call_arguments"
+    kind = KINDS[item["type"]]
+    has_parts = item["type"] in ("message", "reasoning")
     types = [event["type"].removeprefix("response.") for event in events]
     deltas = [event for event in events if event["type"].endswith(".delta")]
     begin = ["output_item.added", *["content_part.added"] * has_parts]
@@ -100,7 +106,7 @@ def _check_item(item: dict[str, Any], events: list[dict[str, Any]]) -> None:
         == {item["id"]}
         == {events[0]["item"]["id"], events[-1]["item"]["id"]}
     )
-    assert events[0]["item"]["status"] == "in_progress"
+    assert events[0]["item"].get("status", "in_progress") == "in_progress"
     text = "".join(event["delta"] for event in deltas)
     assert all(event["delta"] for event in deltas)
     if has_parts:
@@ -110,20 +116,24 @@ def _check_item(item: dict[str, Any], events: list[dict[str, Any]]) -> None:
         assert [(token["token"], token["logprob"]) for token in logprobs] == [
             (token["token"], token["logprob"]) for token in item["content"][0].get("logprobs", ())
         ]
+    elif item["type"] == "custom_tool_call":
+        assert events[0]["item"]["input"] == "" and item["input"] == events[-2]["input"] == text
     else:
         assert events[0]["item"]["arguments"] == "" and item["arguments"] == events[-2]["arguments"] == text
         assert events[-2]["name"] == item["name"]
 
 
 def plain(output: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Items without ids: (kind, text) or (kind, name, arguments), marked where they are not complete."""
+    """Items without ids: (kind, text) or (kind, name, arguments or input), marked where they are not complete."""
     told = []
     for item in output:
         if item["type"] == "function_call":
             found: tuple[str, ...] = ("call", item["name"], item["arguments"])
+        elif item["type"] == "custom_tool_call":
+            found = ("custom", item["name"], item["input"])
         else:
             found = (item["type"], "".join(part["text"] for part in item["content"]))
-        told.append(found if item["status"] == "completed" else (*found, item["status"]))
+        told.append(found if item.get("status", "completed") == "completed" else (*found, item["status"]))
     return told
 
 

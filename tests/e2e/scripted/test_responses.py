@@ -202,12 +202,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "code_interpreter",
         "mcp",
         "computer_use_preview",
-        "custom",
         "local_shell",
-        "namespace",
+        "functions",
     )
 ]
 REFUSED += [
+    ({"tools": [{"type": "custom"}]}, "tools", "tools[0].function.name"),
+    ({"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]}, "tools", "grammar"),
+    ({"tools": [{"type": "custom", "name": "x", "format": {"type": "xml"}}]}, "tools", "'xml'"),
+    ({"tools": [{"type": "namespace"}]}, "tools", "tools[0].name"),
+    ({"tools": [{"type": "namespace", "name": "x", "tools": {}}]}, "tools", "tools[0].tools"),
+    ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "mcp"}]}]}, "tools", "tools[0].tools[0].type"),
+    ({"tools": [{"type": "namespace", "name": "x", "tools": [WEATHER]}, WEATHER | {"name": "x__weather"}]}, "tools", "two tools"),
+    ({"tools": [WEATHER, {"type": "mcp"}], "tool_choice": {"type": "mcp"}}, "tool_choice", "allowed_tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "in the tool itself"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice", "allowed_tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", "weather"),
@@ -248,7 +255,9 @@ REFUSED += [
     ({"input": [item]}, "input", words)
     for item, words in [
         ({"type": "computer_call"}, "computer_call"),
-        ({"type": "custom_tool_call", "call_id": "c", "name": "f", "input": ""}, "custom_tool_call"),
+        ({"type": "custom_tool_call", "call_id": "c", "name": "f", "arguments": ""}, "input[0].input"),
+        ({"type": "custom_tool_call_output", "call_id": "c", "output": "x"}, "no custom_tool_call"),
+        ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "", "namespace": 5}, "namespace"),
         ({"type": 5}, "int"),
         ({"role": "user", "content": [IMAGE]}, "input_image"),
         ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, "input_file"),
