@@ -14,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import jsonschema
@@ -45,18 +47,19 @@ UNWRITABLE = re.compile("[\x04\x06\x13\x14\x16\x1d\U00040000-\U000bffff]")
 ASKING = ("response_format", "structured_outputs", "output_config", "output_format", "text", "tools")
 # How many values are drawn: for a whole body, for a field, and more for a field with a long schema. Each costs the more, the
 # longer the schema is: hence at most so many that they come to MOST_CHARS together, or LEAST.
-PER_BODY, PER_FIELD, CHARS_PER_VALUE = 40, 10, 80
-MOST_CHARS, LEAST = 40_000, 8
+PER_BODY, PER_FIELD, CHARS_PER_VALUE = 20, 6, 160
+MOST_CHARS, LEAST = 20_000, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request. field: the one that was varied, "" for the whole body. body: None for no body."""
+    """One request. path: as the document has it. field: the one that was varied, "" for the whole body. body: None for none."""
 
     method: str
     path: str
     field: str
     body: bytes | None
+    query: str = ""
 
     @property
     def streams(self) -> bool:
@@ -67,21 +70,24 @@ class Sent:
         return isinstance(body, dict) and body.get("stream") is True
 
 
-def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[str, Mapping[str, Schema]]) -> list[Sent]:
-    """All requests for a document, without repetitions.
+def requests_of(document: Schema, right: Mapping[str, Schema], beside: Mapping[str, Mapping[str, Schema]]) -> Iterator[Sent]:
+    """All requests for a document, without repetitions. Each is made when it is asked for: that takes longer than to send it.
 
     right: for each path that takes a body, one that is right. beside: path -> field -> other fields without which it is refused.
     """
-    made: dict[Sent, None] = {}
+    made: set[Sent] = set()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             body = operation.get("requestBody")
             bodies = (
                 [("", None)] if body is None else _bodies(body["content"][JSON_TYPE]["schema"], right[path], beside.get(path, {}))
             )
-            for field, content in bodies:
-                made[Sent(method.upper(), path, field, content)] = None
-    return list(made)
+            of_bodies = (Sent(method.upper(), path, field, content) for field, content in bodies)
+            of_queries = (Sent(method.upper(), path, name, None, query) for name, query in _queries(operation))
+            for sent in chain(of_bodies, of_queries):
+                if sent not in made:
+                    made.add(sent)
+                    yield sent
 
 
 class Answers:
@@ -141,6 +147,19 @@ def _bodies(schema: Schema, right: Schema, beside: Mapping[str, Schema]) -> Iter
         for value in _values(text, PER_FIELD + len(text) // CHARS_PER_VALUE):
             if not isinstance(value, bytes):
                 yield field, _encode({**right, **beside.get(field, {}), field: value})
+
+
+def _queries(operation: Schema) -> Iterator[tuple[str, str]]:
+    """(the parameter that is varied, the query): each by itself."""
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "query":
+            for value in _values(json.dumps(parameter["schema"]), PER_FIELD):
+                told = [item if isinstance(item, str) else json.dumps(item) for item in _items(value)]
+                yield parameter["name"], urlencode([(parameter["name"], text) for text in told], errors="replace")
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None or isinstance(value, bytes) else [value]
 
 
 def _encode(body: Any) -> bytes:

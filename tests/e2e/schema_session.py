@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,34 +37,61 @@ class Session:
         return {(sent.method, sent.path) for sent, _ in self.talks} ^ routes
 
     def missed_fields(self, paths: Iterable[str]) -> set[tuple[str, str, str]]:
-        """("taken" or "refused", path, field) of what never happened."""
+        """("taken" or "refused", path, field) of what never happened: fields of these paths, and parameters of all."""
         taken = {(sent.path, sent.field) for sent, answer in self.talks if answer.status_code == 200}
         refused = {(sent.path, sent.field) for sent, _ in self.refused()}
         fields = set()
         for path in paths:
             schema = self.document["paths"][path]["post"]["requestBody"]["content"][JSON_TYPE]["schema"]
             fields |= {(path, field) for field in schema["properties"]}
+        fields |= {
+            (path, parameter["name"])
+            for path, methods in self.document["paths"].items()
+            for operation in methods.values()
+            for parameter in operation.get("parameters", ())
+            if parameter["in"] == "query"
+        }
         return {("taken", *place) for place in fields - taken} | {("refused", *place) for place in fields - refused}
 
 
-def talk_to(server: ServerProcess, right: Mapping[str, Schema], beside: Mapping[str, Mapping[str, Schema]]) -> Session:
-    """Send all requests for the server's document, eight at a time. right, beside: as `requests_of` has them."""
+def talk_to(
+    server: ServerProcess,
+    right: Mapping[str, Schema],
+    beside: Mapping[str, Mapping[str, Schema]],
+    *,
+    name: Callable[[httpx.Client], Mapping[str, str]] = lambda client: {},
+    key: str | None = None,
+    at_once: int = 8,
+) -> Session:
+    """Send all requests for the server's document. right, beside: as `requests_of` has them.
+
+    name: makes what the parameters in a path name, for each request anew. key: send this one, and only to routes that need one.
+    """
     before = (server.process.pid, server.engine_pid())
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    authorization = {} if key is None else {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=server.url, timeout=120, headers=authorization) as client:
         document = client.get("/openapi.json").json()
+        if key is not None:
+            document["paths"] = _guarded(document["paths"])
 
         def send(sent: Sent) -> Talk:
             headers = {} if sent.body is None else {"content-type": JSON_TYPE}
-            return sent, client.request(sent.method, sent.path, content=sent.body, headers=headers)
+            path = sent.path.format(**name(client)) if "{" in sent.path else sent.path
+            return sent, client.request(sent.method, f"{path}?{sent.query}", content=sent.body, headers=headers)
 
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(at_once) as pool:
             talks = list(pool.map(send, requests_of(document, right, beside)))
     return Session(server, document, talks, (before, (server.process.pid, server.engine_pid())))
 
 
+def _guarded(paths: Schema) -> Schema:
+    needs_key = {path: {method: op for method, op in methods.items() if op.get("security")} for path, methods in paths.items()}
+    return {path: methods for path, methods in needs_key.items() if methods}
+
+
 def told(sent: Sent, answer: httpx.Response) -> str:
     body = (sent.body or b"").decode(errors="replace")
-    return f"{sent.method} {sent.path} {sent.field} {body}\n{answer.status_code} {answer.text}"
+    return f"{sent.method} {sent.path}?{sent.query} {sent.field} {body}\n{answer.status_code} {answer.text}"
 
 
 def check_answers(session: Session) -> None:
