@@ -15,6 +15,7 @@ from halfbyte.entrypoints.reasoning_parsers.protocol import ThoughtMarks
 from halfbyte.entrypoints.tool_parsers import hf_delimiters
 from halfbyte.entrypoints.tool_parsers.hf import ResponseTemplateSyntax
 from halfbyte.errors import UserError
+from tests.unit.growth import is_linear
 from tests.unit.tool_parsers.recorded import Meaning, Recorded, read
 from tests.unit.tool_parsers.token_marks import tokenizer_with
 
@@ -322,16 +323,15 @@ def test_a_prefix_of_spelled_marks_is_understood_where_they_are_tokens() -> None
 
 
 def test_long_texts_that_nearly_are_delimiters_cost_little() -> None:
-    import time
-
-    for text in (" " * 20_000, "[[use " * 4_000, "\n<tool_call>\n" * 2_000, "<call>{" * 4_000):
+    for beginning in (" ", "[[use ", "\n<tool_call>\n", "<call>{"):
         for template in (JSON_CALLS, TAG_CALLS, SPACED_CALLS, DIALECT_CALLS):
-            started_s = time.process_time()
-            told = read(
-                ResponseTemplateSyntax(Marks(), template).reader([]), [text[at : at + 40] for at in range(0, len(text), 40)]
-            )
-            assert time.process_time() - started_s < 2.0, (text[:20], template)
-            assert told.content == text.strip()
+
+            def tell(length: int, beginning: str = beginning, template: dict[str, Any] = template) -> None:
+                text = beginning * (length // len(beginning))
+                pieces = [text[at : at + 40] for at in range(0, len(text), 40)]
+                assert read(ResponseTemplateSyntax(Marks(), template).reader([]), pieces).content == text.strip()
+
+            assert is_linear(tell, 20_000), (beginning, template)
 
 
 def test_a_pattern_with_an_optional_end_is_matched_the_same_however_the_answer_is_cut() -> None:
