@@ -14,24 +14,22 @@ from typing import Any
 from halfbyte.errors import UserError
 
 # Made for services and models of OpenAI's own: no model here was taught them, or nothing here runs them.
-FOREIGN = frozenset(
-    {
-        "apply_patch",
-        "code_interpreter",
-        "computer",
-        "computer_use_preview",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "mcp",
-        "programmatic_tool_calling",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    }
+FOREIGN = (
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
 )
 TAKEN = ("function", "custom", "namespace")
 INPUT = "input"  # what the one text of a custom tool is called
@@ -92,13 +90,16 @@ class RequestTools:
             raise UserError(f"{place}.name must be the name of the namespace, got {_short(namespace)}", param="tools")
         if not isinstance(tools, list) or not all(isinstance(member, Mapping) for member in tools):
             raise UserError(f"{place}.tools must be a list of tools", param="tools")
-        first = len(self.offered)
+        about, first = tool.get("description"), len(self.offered)
+        if not isinstance(about, str | None):
+            raise UserError(f"{place}.description must be a text", param="tools")
         for index, member in enumerate(tools):
             self._offer(member, f"{place}.tools[{index}]", namespace)
-        about = tool.get("description")
         if about and first < len(self.offered):  # said once, before the first of them
             function = self.offered[first]["function"]
-            function["description"] = "\n\n".join(filter(None, (about, function.get("description"))))
+            described = function.get("description")
+            if isinstance(described, str | None):  # others are refused where functions are read
+                function["description"] = f"{about}\n\n{described}" if described else about
 
     def _offer(self, tool: Mapping[str, Any], place: str, namespace: str | None) -> None:
         match tool.get("type"):

@@ -210,6 +210,17 @@ REFUSED += [
     ({"tools": [{"type": "custom"}]}, "tools", "tools[0].function.name"),
     ({"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]}, "tools", "grammar"),
     ({"tools": [{"type": "custom", "name": "x", "format": {"type": "xml"}}]}, "tools", "'xml'"),
+    ({"tools": [{"type": []}]}, "tools", "tools[0].type"),
+    (
+        {"tools": [{"type": "namespace", "name": "x", "description": 5, "tools": [WEATHER]}]},
+        "tools",
+        "description must be a text",
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "x", "description": "y", "tools": [WEATHER | {"description": [5]}]}]},
+        "tools",
+        "description must be a text",
+    ),
     ({"tools": [{"type": "namespace"}]}, "tools", "tools[0].name"),
     ({"tools": [{"type": "namespace", "name": "x", "tools": {}}]}, "tools", "tools[0].tools"),
     ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "mcp"}]}]}, "tools", "tools[0].tools[0].type"),

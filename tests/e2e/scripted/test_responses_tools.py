@@ -143,4 +143,4 @@ def test_tools_that_run_elsewhere_are_left_out_where_others_remain(server: Serve
 
 def test_every_kind_of_tool_that_the_official_client_has_is_known() -> None:
     kinds = {kind for tool in get_args(ToolParam) for kind in get_args(get_type_hints(tool)["type"])}
-    assert kinds == FOREIGN | set(TAKEN)
+    assert kinds == {*FOREIGN, *TAKEN}
