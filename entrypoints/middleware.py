@@ -1,7 +1,7 @@
 """What happens to a request before any route sees it: its label, its key, its host, its size; and what no route caught.
 
 Plain ASGI, outermost first: RootPath, ErrorForms, RequestLabels, ApiKeys, AllowedHosts, (CORS), CountRequests, BodyLimit,
-InternalErrors. They decide on the scope alone, before the body is read. Installed by `server.build_app`.
+InternalErrors, HeadLikeGet. They decide on the scope alone, before the body is read. Installed by `server.build_app`.
 """
 
 from __future__ import annotations
@@ -265,3 +265,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+class HeadLikeGet:
+    """Has HEAD answered as GET is, for whoever probes a server so. What sends the answer leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)

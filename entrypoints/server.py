@@ -60,6 +60,7 @@ def build_app(engine: Engine, server_config: ServerConfig, temperatures: Tempera
     add_pages(app, server_config)
     install_error_handlers(app)
     # The last one added is the first to see a request.
+    app.add_middleware(middleware.HeadLikeGet)
     app.add_middleware(middleware.InternalErrors)
     app.add_middleware(middleware.BodyLimit, max_bytes=server_config.max_body_bytes)
     paths = [route.path for route in app.routes if isinstance(route, Route)]

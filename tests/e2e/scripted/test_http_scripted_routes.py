@@ -442,6 +442,18 @@ def test_models(shared: Server) -> None:
     assert card["permission"][0]["id"].startswith("modelperm-") and card["permission"][0]["allow_sampling"] is True
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/version", "/v1/models", "/openapi.json", "/docs", "/nowhere"])
+def test_head_is_answered_like_get_without_a_body(shared: Server, path: str) -> None:
+    get, head = shared.get(path), shared.http.head(path)
+    assert head.status_code == get.status_code and head.content == b""
+    for name in ("content-type", "content-length"):  # a probe's answer has neither body nor type
+        assert head.headers.get(name) == get.headers.get(name)
+
+
+def test_head_of_what_is_not_read_is_405(shared: Server) -> None:
+    assert shared.http.head("/v1/completions").status_code == 405
+
+
 def test_health_version_metrics(shared: Server) -> None:
     for answer in (shared.get("/health"), shared.get("/ping"), shared.post("/ping", None)):
         assert answer.status_code == 200 and answer.content == b""
