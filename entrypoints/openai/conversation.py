@@ -87,7 +87,7 @@ async def _render(frontend: Frontend, request: ChatRequest) -> tuple[Prompt, Too
     use = tool_use(request)
     check_tools(frontend, use)
     shown = shown_tools(request, use, frontend)
-    text = await templates.render(frontend, request, request.messages, request.reasoning_effort, tools=shown)
+    text = await templates.render(frontend, request, request.messages, request.reasoning_effort, request.verbosity, tools=shown)
     special, budget = bool(request.add_special_tokens), _asked_tokens(request)
     return (await encode_prompts(frontend.engine, [text], request, special=special, budget=budget, seams=True))[0], use
 

@@ -33,6 +33,7 @@ StructuredOutputs = Annotated[dict[str, Any], Field(json_schema_extra=shapes.STR
 TokenBiases = Annotated[dict[str, float], Field(json_schema_extra=shapes.TOKEN_BIASES)]
 Prompts = Annotated[Any, Field(json_schema_extra=shapes.PROMPTS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Verbosity = Literal["low", "medium", "high"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -111,6 +112,7 @@ class ChatFields(GenerationFields):
     tools: Tools | None = None
     tool_choice: ToolChoiceName | ToolChoice | None = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
     include_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
     return_prompt_text: bool | None = None
@@ -143,6 +145,7 @@ class TokenizeRequest(StrictModel):
     documents: Objects | None = None
     tools: Tools | None = None
     reasoning_effort: ReasoningEffort | None = None
+    verbosity: Verbosity | None = None
 
 
 class DetokenizeRequest(StrictModel):

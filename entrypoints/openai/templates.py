@@ -30,6 +30,7 @@ async def render(
     request: TemplatedRequest,
     messages: list[dict[str, Any]],
     reasoning_effort: str | None = None,
+    verbosity: str | None = None,
     *,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
@@ -39,6 +40,8 @@ async def render(
     asks for what it may not, or the template refuses it.
     """
     arguments = _arguments(frontend, request, reasoning_effort)
+    if verbosity is not None:
+        arguments["verbosity"] = verbosity
 
     def work() -> str:
         own = request.chat_template

@@ -42,7 +42,8 @@ async def tokenize(frontend: Frontend, call: Call, request: TokenizeRequest) -> 
     if request.tools is not None:
         parse_tools(request.tools)  # what chat refuses is refused here
     if request.messages is not None:
-        text = await templates.render(frontend, request, request.messages, request.reasoning_effort, tools=request.tools)
+        hints = (request.reasoning_effort, request.verbosity)
+        text = await templates.render(frontend, request, request.messages, *hints, tools=request.tools)
         token_ids = await engine.encode(text, bool(request.add_special_tokens), seams=True)
     else:
         token_ids = await engine.encode(request.prompt or "", request.add_special_tokens is not False)

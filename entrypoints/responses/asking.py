@@ -25,6 +25,7 @@ RENAMED = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 # Known elsewhere, not here: refused with any value but these.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -63,15 +64,11 @@ def refuse_foreign(request: ResponsesRequest) -> None:
             hint = f"; it is called {RENAMED[name]} here" if name in RENAMED else ""
             raise UserError(f"{name} is no field of responses{hint}", param=name)
     refuse_unsupported(extra, NEUTRAL)
-    reasoning, text = request.reasoning, request.text
+    reasoning = request.reasoning
     if reasoning is not None and reasoning.summary not in (None, "auto"):
         raise UserError(
             f'reasoning.summary {reasoning.summary!r}: thoughts are returned whole, not summarised; leave it out, or send "auto"',
             param="reasoning.summary",
-        )
-    if text is not None and text.verbosity not in (None, "medium"):
-        raise UserError(
-            f"text.verbosity {text.verbosity!r} is not known to models here; say it in the instructions", param="text.verbosity"
         )
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
         raise UserError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
@@ -88,6 +85,7 @@ def chat_request(request: ResponsesRequest, tools: RequestTools, messages: list[
         "tools": tools.offered or None,
         "tool_choice": read_choice(request.tool_choice, has_tools=bool(tools.offered)),
         "response_format": _response_format(None if request.text is None else request.text.format),
+        "verbosity": None if request.text is None else request.text.verbosity,
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
         "logprobs": logprobs or None,
         "top_logprobs": request.top_logprobs if logprobs else None,

@@ -108,7 +108,7 @@ def _response(
         reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
         safety_identifier=request.safety_identifier,
         temperature=conversation.params.temperature,
-        text={"format": (text and text.format) or {"type": "text"}, "verbosity": "medium"},
+        text={"format": (text and text.format) or {"type": "text"}, "verbosity": (text and text.verbosity) or "medium"},
         tool_choice=request.tool_choice if request.tool_choice is not None else "auto",
         tools=tools.given,
         top_logprobs=request.top_logprobs or 0,

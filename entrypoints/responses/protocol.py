@@ -19,6 +19,7 @@ from halfbyte.entrypoints.openai.protocol import (
     Texts,
     TokenBiases,
     TokenIds,
+    Verbosity,
 )
 
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
@@ -59,7 +60,7 @@ class ReasoningFields(ClosedModel):
 
 class TextFields(ClosedModel):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesRequest(StrictModel):

@@ -73,6 +73,7 @@ ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
         "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
         "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
         "reasoning_effort": ["extreme", 5],
+        "verbosity": ["terse", 5, {}],
     },
     "/v1/chat/completions/batch": {
         "messages": [
@@ -85,7 +86,7 @@ ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
         "input": [[], "", None, "x" * 100_000, [{}], [{"role": "tool", "content": "x"}], [{"type": "image"}], [5]],
         "max_output_tokens": [0, -1, LONGEST + 1], "top_logprobs": [1, 6, -1], "include": [["x"], "x"], "background": ["yes"],
         "tools": [[{"type": "web_search"}], [{"type": "function", "name": "f"}]], "tool_choice": ["required", {"type": "mcp"}],
-        "text": [{"format": {"type": "x"}}, {"format": {"type": "json_schema"}}, {"verbosity": "low"}, {"x": 1}],
+        "text": [{"format": {"type": "x"}}, {"format": {"type": "json_schema"}}, {"verbosity": "terse"}, {"x": 1}],
         "reasoning": [{"effort": "extreme"}, {"summary": "detailed"}, {"x": 1}], "metadata": [{"k": 1}, {"k": "v" * 513}],
         "chat_template": ["{{ messages }}"], "chat_template_kwargs": [{"chat_template": 1}, {"messages": 1}],
         "truncation": ["left"], "service_tier": ["flex"], "conversation": ["conv_1"], "prompt": [{"id": "p"}], "messages": [[]],

@@ -40,6 +40,7 @@ OTHERS_LIKED = 0.01  # the probability of a token in a read that the script does
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if enable_thinking is defined %}[think={{ enable_thinking }} {{ reasoning_effort }}]{% endif %}"
+    "{% if verbosity is defined %}[verbosity={{ verbosity }}]{% endif %}"
     "{% if tone is defined %}[tone={{ tone }}]{% endif %}"
     "{% for d in documents or [] %}[doc={{ d.text }}]{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"

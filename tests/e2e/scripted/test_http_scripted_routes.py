@@ -393,6 +393,7 @@ def test_template_arguments(start_scripted: Callable[..., Server]) -> None:
     assert "[think=True high]" in prompt_of(server, reasoning_effort="high")
     assert "[think=False none]" in prompt_of(server, reasoning_effort="none")
     assert "[think=True none]" in prompt_of(server, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert "[verbosity=low]" in prompt_of(server, verbosity="low") and "[verbosity" not in prompt_of(server)
     assert not prompt_of(server, add_generation_prompt=False).endswith("assistant\n")
     assert "[doc=d1]" in prompt_of(server, documents=[{"text": "d1"}])
 

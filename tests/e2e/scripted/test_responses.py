@@ -141,7 +141,7 @@ def test_fields_are_said_again(server: Server) -> None:
     said = {
         "instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 5, "parallel_tool_calls": False, "user": "me",
         "tools": [WEATHER], "tool_choice": "none", "temperature": 0.5, "top_p": 0.9, "truncation": "auto", "max_tool_calls": 3,
-        "prompt_cache_key": "k", "safety_identifier": "s", "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "prompt_cache_key": "k", "safety_identifier": "s", "text": {"format": {"type": "text"}, "verbosity": "high"},
     }  # fmt: skip
     without_effect = {
         "reasoning": {"effort": "low", "summary": "auto"}, "service_tier": "auto", "include": ["reasoning.encrypted_content"],
@@ -239,7 +239,8 @@ REFUSED += [
     ({"text": {"format": {"type": "structural_tag"}}}, "text.format", "json_schema"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "str"}}}}, "text.format", "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "instructions"),
+    ({"text": {"verbosity": "terse"}}, "body.text", "verbosity"),
+    ({"verbosity": "low"}, "verbosity", "called text.verbosity here"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "auto"),
     ({"reasoning": {"effort": "huge"}}, "body.reasoning", "effort"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
