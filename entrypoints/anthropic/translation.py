@@ -67,7 +67,7 @@ def to_chat(frontend: Frontend, request: CountTokensRequest) -> ChatRequest:
     if request.thinking is not None:
         fields |= _thinking(frontend, request.thinking, request.chat_template_kwargs or {})
     if isinstance(request, MessagesRequest):
-        fields |= _generation(request)
+        fields |= _generation(request, frontend.engine.limits.max_model_len)
     return ChatRequest.model_construct(**fields)
 
 
@@ -83,14 +83,19 @@ def _refuse_others(extra: Mapping[str, Any]) -> None:
             raise UserError(f"{name} is a field of the chat route: {here}", param=name)
 
 
-def _generation(request: MessagesRequest) -> dict[str, Any]:
-    """The fields that the prompt does not depend on."""
+def _generation(request: MessagesRequest, longest: int) -> dict[str, Any]:
+    """The fields that the prompt does not depend on. longest: the context, in tokens.
+
+    Clients must send max_tokens, and send the most that the model of a name has at Anthropic, so that more than the context is
+    no mistake of theirs.
+    """
     stops = request.stop_sequences or []
     if len(stops) > Limits.MAX_STOP_STRINGS:
         message = f"stop_sequences takes at most {Limits.MAX_STOP_STRINGS} texts on this server, got {len(stops)}"
         raise UserError(message, param="stop_sequences")
-    same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "priority", "cache_salt")
-    return {"stop": stops or None, **{name: getattr(request, name) for name in same}}
+    same = ("stream", "temperature", "top_p", "top_k", "priority", "cache_salt")
+    fields = {name: getattr(request, name) for name in same}
+    return {"stop": stops or None, "max_tokens": min(request.max_tokens, longest), **fields}
 
 
 def _ending(turns: list[Turn]) -> dict[str, Any]:

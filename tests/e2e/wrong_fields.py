@@ -52,7 +52,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 }
 ROUTE_VALUES: dict[str, dict[str, list[Any]]] = {
     "/v1/messages": WRONG_TURNS | {
-        "max_tokens": [None, 0, -1, LONGEST + 1, 2**31], "temperature": [-0.1, 2.1], "top_p": [0, -1, 1.1], "top_k": [-2, 2**31],
+        "max_tokens": [None, 0, -1, 2**63], "temperature": [-0.1, 2.1], "top_p": [0, -1, 1.1], "top_k": [-2, 2**31],
         "stop_sequences": [["a"] * 5, [""], [1], {"a": 1}], "cache_salt": ["", "a/b", "x" * 129], "service_tier": ["fast", 5],
     },
     "/v1/messages/count_tokens": WRONG_TURNS,

@@ -21,7 +21,8 @@ TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "objec
 
 def frontend(thinking: Thinking | None = None, parser: str | None = None) -> Frontend:
     answers = SimpleNamespace(thinking=lambda prompt, continues: thinking)
-    return cast(Frontend, SimpleNamespace(answers=answers, config=SimpleNamespace(reasoning_parser=parser)))
+    engine = SimpleNamespace(limits=SimpleNamespace(max_model_len=4096))
+    return cast(Frontend, SimpleNamespace(answers=answers, config=SimpleNamespace(reasoning_parser=parser), engine=engine))
 
 
 def translate(server: Frontend | None = None, **fields: Any) -> ChatRequest:

@@ -94,6 +94,12 @@ def test_g09_partial_json_concatenates_to_the_input_with_its_first_brace(hermes:
     assert told.calls == [("weather", json.dumps(arguments))] and told.stop_reason == "tool_use"
 
 
+@pytest.mark.parametrize("max_tokens", [4097, 64_000, 2**63 - 1])
+def test_b26_max_tokens_may_be_what_the_model_of_a_name_has_elsewhere(hermes: Server, max_tokens: int) -> None:
+    told = ask(hermes, "a" * 5000, max_tokens=max_tokens)
+    assert told.stop_reason == "max_tokens" and told.num_input_tokens + told.num_output_tokens == 4096
+
+
 def test_b01_b02_a_call_cut_by_max_tokens(hermes: Server) -> None:
     """At every token: the same reason whole and streamed, and an object as the input."""
     answer = f"Look: {OSLO}"
