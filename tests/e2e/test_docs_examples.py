@@ -60,7 +60,7 @@ PROGRAMS = [
     (program, printed)
     for page, printed in (
         (DECISIONS_PAGE, r"0\.\d+"),
-        (RESPONSES_PAGE, r"\w \d+\n|\d response\.completed|\d response\.incomplete"),
+        (RESPONSES_PAGE, r" \d+\n|\d response\.completed|\d response\.incomplete"),
     )
     for program in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
 ]
