@@ -29,7 +29,9 @@ from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.page.files import add_pages, page_files
 
-KEEP_ALIVE_S = 5
+# Longer than clients (httpx 5, aiohttp 15) and load balancers (60) keep an idle connection: they close it, and never find that
+# it was closed just as they sent a request.
+KEEP_ALIVE_S = 75
 HEADER_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 256 * 1024
 MAX_HEADER_COUNT = 256

@@ -95,15 +95,28 @@ def told(sent: Sent, answer: httpx.Response) -> str:
 
 
 def check_answers(session: Session) -> None:
-    """Each is as the document says: its status, its media type, and its body, which holds what is required and listed."""
+    """Each is as the document says: its status, its media type, and its body, which holds what is required and listed.
+
+    Every path has answered well, too.
+    """
     answers = Answers(session.document)
     wrong = [f"{told(sent, answer)}\n{fault}" for sent, answer in session.talks if (fault := answers.fault(sent, answer))]
     assert not wrong, "\n\n".join(wrong[:5])
+    assert {sent.path for sent, answer in session.talks if answer.status_code == 200} >= set(session.document["paths"])
 
 
-def check_refusal(sent: Sent, answer: httpx.Response) -> None:
-    """It has the standard form, and tells nothing of the machine."""
-    error = standard_error(answer)
-    assert error is not None and isinstance(error["message"], str) and isinstance(error["type"], str), told(sent, answer)
-    assert error["param"] is None or isinstance(error["param"], str), told(sent, answer)
-    assert not LEAKS.search(answer.text), told(sent, answer)
+def check_refusals(session: Session) -> None:
+    """Each has the standard form, and tells nothing of the machine."""
+    assert session.refused()
+    for sent, answer in session.refused():
+        error = standard_error(answer)
+        assert error is not None and isinstance(error["message"], str) and isinstance(error["type"], str), told(sent, answer)
+        assert error["param"] is None or isinstance(error["param"], str), told(sent, answer)
+        assert not LEAKS.search(answer.text), told(sent, answer)
+
+
+def check_server(session: Session) -> None:
+    """Its processes are those that began, serve, and have logged no failure."""
+    before, after = session.pids
+    assert before == after and httpx.get(f"{session.server.url}/health").status_code == 200
+    assert not [line for line in session.server.lines if "Traceback" in line or " ERROR " in line]

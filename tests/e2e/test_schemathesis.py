@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.conftest import ServerProcess
 from tests.e2e.message_answers import told_stream
 from tests.e2e.responses_told import parse_events
-from tests.e2e.schema_session import Session, check_answers, check_refusal, talk_to, told
+from tests.e2e.schema_session import Session, check_answers, check_refusals, check_server, talk_to, told
 
 FLAGS = (
     *("--max-model-len", "64", "--max-num-seqs", "16"),
@@ -93,15 +93,10 @@ def test_no_request_is_the_servers_failure(session: Session) -> None:
 def test_each_answer_is_as_the_document_says(session: Session) -> None:
     """Its status, its media type, and its body: what is listed as required is there, and nothing that is not listed."""
     check_answers(session)
-    assert {(sent.path, answer.status_code) for sent, answer in session.talks} >= {
-        (path, 200) for path in session.document["paths"]
-    }
 
 
 def test_each_refusal_has_the_standard_form_and_tells_nothing_of_the_machine(session: Session) -> None:
-    assert session.refused()
-    for sent, answer in session.refused():
-        check_refusal(sent, answer)
+    check_refusals(session)
 
 
 def test_each_stream_ends_as_it_should_and_holds_no_error(session: Session) -> None:
@@ -127,15 +122,9 @@ def test_each_answer_of_a_route_that_takes_a_body_is_json(session: Session) -> N
             assert isinstance(answer.json(), dict), told(sent, answer)
 
 
-def test_the_processes_are_those_that_began_and_serve_the_next_request(session: Session, wait_until: Callable[..., None]) -> None:
-    before, after = session.pids
-    assert before == after
-    assert httpx.get(f"{session.server.url}/health").status_code == 200
+def test_the_server_lives_and_serves_the_next_request(session: Session, wait_until: Callable[..., None]) -> None:
+    check_server(session)
     answer = httpx.post(f"{session.server.url}/v1/chat/completions", json=CHAT | {"temperature": 0}, timeout=60)
     assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"], answer.text
     for kind in ("running", "waiting"):
         wait_until(lambda kind=kind: session.server.metric(f"vllm:num_requests_{kind}") == 0)
-
-
-def test_the_log_holds_no_traceback_and_no_error(session: Session) -> None:
-    assert not [line for line in session.server.lines if "Traceback" in line or " ERROR " in line]

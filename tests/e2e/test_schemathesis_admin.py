@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import ServerProcess
-from tests.e2e.schema_session import Session, check_answers, check_refusal, talk_to, told
+from tests.e2e.schema_session import Session, check_answers, check_refusals, check_server, talk_to, told
 from tests.e2e.test_lora import SIZES
 from tests.numerics.random_adapters import write_adapter
 
@@ -52,15 +52,8 @@ def test_every_route_and_parameter_is_reached_and_none_fails(session: Session) -
 
 def test_answers_are_as_the_document_says(session: Session) -> None:
     check_answers(session)
-    assert {(sent.path, answer.status_code) for sent, answer in session.talks} >= {
-        (path, 200) for path in session.document["paths"]
-    }
 
 
 def test_refusals_have_the_standard_form_and_the_server_lives(session: Session) -> None:
-    assert session.refused()
-    for sent, answer in session.refused():
-        check_refusal(sent, answer)
-    before, after = session.pids
-    assert before == after and httpx.get(f"{session.server.url}/health").status_code == 200
-    assert not [line for line in session.server.lines if "Traceback" in line or " ERROR " in line]
+    check_refusals(session)
+    check_server(session)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.e2e.schema_session import Session, check_answers, check_refusal, talk_to, told
+from tests.e2e.schema_session import Session, check_answers, check_refusals, check_server, talk_to, told
 
 PAIR = {"queries": "a", "documents": ["b", "c"]}
 RANKED = {"query": "a", "documents": ["b", "c"]}
@@ -36,15 +35,8 @@ def test_every_route_is_reached_and_none_fails(session: Session) -> None:
 
 def test_answers_are_as_the_document_says(session: Session) -> None:
     check_answers(session)
-    assert {(sent.path, answer.status_code) for sent, answer in session.talks} >= {
-        (path, 200) for path in session.document["paths"]
-    }
 
 
 def test_refusals_have_the_standard_form_and_the_server_lives(session: Session) -> None:
-    assert session.refused()
-    for sent, answer in session.refused():
-        check_refusal(sent, answer)
-    before, after = session.pids
-    assert before == after and httpx.get(f"{session.server.url}/health").status_code == 200
-    assert not [line for line in session.server.lines if "Traceback" in line or " ERROR " in line]
+    check_refusals(session)
+    check_server(session)
