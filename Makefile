@@ -1,5 +1,5 @@
 # make serve    install into .venv, fetch the demo model, serve it on http://127.0.0.1:8000
-# make test     install the dev extras, run the whole test suite that needs no GPU, two files at a time (TEST_WORKERS)
+# make test     install the dev extras, run the whole test suite that needs no GPU; TEST_WORKERS=2 takes two files at a time
 # make check    formatting, lint, types
 # make check-gpu  kernels that changed, compiled for GPUs that are not here; the GPU's own check in small, on the CPU
 #
@@ -12,7 +12,7 @@ VENV ?= .venv
 PIP_FLAGS ?=
 MODEL ?= smollm2-135m
 SERVE_FLAGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 0
 TEST_FLAGS ?=
 
 BIN := $(VENV)/bin
@@ -26,7 +26,7 @@ serve: $(VENV)/.installed
 	$(BIN)/halfbyte serve $(MODEL) $(SERVE_FLAGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not slow and not gpu and not soak" $(TEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --durations=30 -m "not slow and not gpu and not soak" $(TEST_FLAGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m slow $(TEST_FLAGS)

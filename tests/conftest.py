@@ -7,7 +7,9 @@ the wrong request, in the wrong group or after it was overwritten does not have 
 
 from __future__ import annotations
 
+import logging
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -140,6 +142,17 @@ class FakeRunner:
         wants = new.sampling.prompt_logprobs is not None
         tables = [list(table) for table in new.block_ids]
         return FakeRow(list(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, tables, digests, wants)
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """Where a test sends the log is forgotten behind it: the stream may be one that was captured, and is closed by then."""
+    loggers = [logging.getLogger(name) for name in ("halfbyte", "uvicorn")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,12 +12,8 @@ from halfbyte.log import adopt_logger, one_line, phase, setup_logging
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    logger = logging.getLogger("halfbyte")
-    before = (list(logger.handlers), logger.level, logger.propagate)
-    yield io.StringIO()
-    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
-    logger.setLevel(before[1])
+def stream() -> io.StringIO:
+    return io.StringIO()
 
 
 def test_a_record_is_one_line(stream: io.StringIO) -> None:
