@@ -29,8 +29,8 @@ from halfbyte.entrypoints.openai.frontend import Engine, Frontend
 from halfbyte.entrypoints.openai.routes import add_routes
 from halfbyte.entrypoints.page.files import add_pages, page_files
 
-# Longer than clients (httpx 5, aiohttp 15) and load balancers (60) keep an idle connection: they close it, and never find that
-# it was closed just as they sent a request.
+# Longer than common clients (httpx 5, aiohttp 15) and load balancers (60) keep an idle connection: whoever closes it first does
+# not find it closed just as a request is sent.
 KEEP_ALIVE_S = 75
 HEADER_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 256 * 1024

@@ -39,9 +39,7 @@ async def render(
     tools: what the template shows of the request's tools; None where they stay out of the prompt. UserError when the request
     asks for what it may not, or the template refuses it.
     """
-    arguments = _arguments(frontend, request, reasoning_effort)
-    if verbosity is not None:
-        arguments["verbosity"] = verbosity
+    arguments = _arguments(frontend, request, reasoning_effort, verbosity)
 
     def work() -> str:
         own = request.chat_template
@@ -79,7 +77,9 @@ def adds_generation_prompt(request: TemplatedRequest) -> bool:
     return request.add_generation_prompt
 
 
-def _arguments(frontend: Frontend, request: TemplatedRequest, reasoning_effort: str | None) -> dict[str, Any]:
+def _arguments(
+    frontend: Frontend, request: TemplatedRequest, reasoning_effort: str | None, verbosity: str | None
+) -> dict[str, Any]:
     given = request.chat_template_kwargs or {}
     config = frontend.config
     if request.chat_template is not None and not config.trust_request_chat_template:
@@ -91,4 +91,6 @@ def _arguments(frontend: Frontend, request: TemplatedRequest, reasoning_effort: 
     if reasoning_effort is not None:
         arguments["reasoning_effort"] = reasoning_effort
         arguments.setdefault("enable_thinking", reasoning_effort != "none")
+    if verbosity is not None:
+        arguments["verbosity"] = verbosity
     return arguments

@@ -1,6 +1,6 @@
-"""A Responses request as a chat request: fields, tools and formats in the other words, and errors in these.
+"""A Responses request as a chat request: fields and formats in the other words, and errors in these. `tools` does the tools.
 
-What has no counterpart here is refused by name, never dropped. Generates nothing; called by `handlers`.
+What of these has no counterpart here is refused by name, never dropped. Generates nothing; called by `handlers`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import msgspec
 
 from halfbyte.entrypoints.chat_messages import TEXT_PARTS
 from halfbyte.entrypoints.chat_roles import INSTRUCTING
-from halfbyte.entrypoints.responses.tools import INPUT, offered_name
+from halfbyte.entrypoints.responses.tools import INPUT, offered_name, short
 from halfbyte.entrypoints.responses.wire import (
     CallItem,
     CustomToolCallItem,
@@ -83,7 +83,7 @@ def _read_item(given: Mapping[str, Any], place: str, ids: ItemIds, find: Callabl
         case "message":
             role = given.get("role")
             if role not in ROLES:
-                raise _wrong(f"{place}.role must be one of {', '.join(ROLES)}, got {_short(role)}")
+                raise _wrong(f"{place}.role must be one of {', '.join(ROLES)}, got {short(role)}")
             make = OutputText if role == "assistant" else InputText
             content = [make(text) for text in _texts(given.get("content"), f"{place}.content")]
             return MessageItem(id=_id(given, place, ids, MessageItem), role=role, content=content)
@@ -99,7 +99,7 @@ def _read_item(given: Mapping[str, Any], place: str, ids: ItemIds, find: Callabl
             return _read_reasoning(given, place, ids)
         case "item_reference":
             return find(_text(given, "id", place))
-    raise _wrong(f"{place} has type {_short(kind)}; this server takes {', '.join(KINDS)}")
+    raise _wrong(f"{place} has type {short(kind)}; this server takes {', '.join(KINDS)}")
 
 
 def _read_call(given: Mapping[str, Any], place: str, ids: ItemIds) -> CallItem:
@@ -130,14 +130,14 @@ def _id(given: Mapping[str, Any], place: str, ids: ItemIds, kind: type[Item]) ->
     if name is None:
         return ids.new(kind)
     if not isinstance(name, str) or not _GIVEN_ID.fullmatch(name):
-        raise _wrong(f"{place}.id must have 1 to 128 letters, digits or any of _ . : -, got {_short(name)}")
+        raise _wrong(f"{place}.id must have 1 to 128 letters, digits or any of _ . : -, got {short(name)}")
     return name
 
 
 def _text(given: Mapping[str, Any], field: str, place: str) -> str:
     value = given.get(field)
     if not isinstance(value, str) or (not value and field not in ("arguments", "input")):
-        raise _wrong(f"{place}.{field} must be a text, got {_short(value)}")
+        raise _wrong(f"{place}.{field} must be a text, got {short(value)}")
     return value
 
 
@@ -148,21 +148,17 @@ def _texts(content: object, place: str, kinds: Sequence[str] = TEXT_PARTS) -> li
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise _wrong(f"{place} must be a text or a list of parts, got {_short(content)}")
+        raise _wrong(f"{place} must be a text or a list of parts, got {short(content)}")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in kinds:
-            raise _wrong(f"{place}[{index}] has type {_short(kind)}; this model takes parts of type {', '.join(kinds)}")
+            raise _wrong(f"{place}[{index}] has type {short(kind)}; this model takes parts of type {', '.join(kinds)}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise _wrong(f"{place}[{index}] needs a text")
         texts.append(text)
     return texts
-
-
-def _short(value: object) -> str:
-    return repr(value[:40]) if isinstance(value, str) else type(value).__name__
 
 
 def _wrong(message: str) -> UserError:
@@ -190,7 +186,7 @@ def to_messages(instructions: str | None, items: Iterable[Item]) -> list[ChatMes
         name = names.get(item.call_id)
         if name is None:
             kind = "function_call" if isinstance(item, FunctionCallOutputItem) else "custom_tool_call"
-            raise _wrong(f"no {kind} in this conversation has the call_id {_short(item.call_id)} of a {kind}_output")
+            raise _wrong(f"no {kind} in this conversation has the call_id {short(item.call_id)} of a {kind}_output")
         output = item.output if isinstance(item.output, str) else _parts(item.output)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "name": name, "content": output})
     return messages

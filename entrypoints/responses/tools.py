@@ -31,7 +31,8 @@ FOREIGN = (
     "web_search_preview",
     "web_search_preview_2025_03_11",
 )
-TAKEN = ("function", "custom", "namespace")
+OFFERED = ("function", "custom")
+TAKEN = (*OFFERED, "namespace")
 INPUT = "input"  # what the one text of a custom tool is called
 _ONE_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT], "additionalProperties": False}
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
@@ -87,7 +88,7 @@ class RequestTools:
             return
         namespace, tools = tool.get("name"), tool.get("tools")
         if not isinstance(namespace, str) or not namespace:
-            raise UserError(f"{place}.name must be the name of the namespace, got {_short(namespace)}", param="tools")
+            raise UserError(f"{place}.name must be the name of the namespace, got {short(namespace)}", param="tools")
         if not isinstance(tools, list) or not all(isinstance(member, Mapping) for member in tools):
             raise UserError(f"{place}.tools must be a list of tools", param="tools")
         about, first = tool.get("description"), len(self.offered)
@@ -110,7 +111,8 @@ class RequestTools:
             case "custom":
                 function = _as_function(tool, place)
             case kind:
-                raise UserError(f"{place}.type is {_short(kind)}; this server takes {', '.join(TAKEN)}", param="tools")
+                taken = ", ".join(TAKEN) if namespace is None else f"{', '.join(OFFERED)} there"
+                raise UserError(f"{place}.type is {short(kind)}; this server takes {taken}", param="tools")
         name = function.get("name")
         if isinstance(name, str):  # others are refused where functions are read
             function["name"] = offered_name(name, namespace)
@@ -127,7 +129,7 @@ def _as_function(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
             "tools",
         )
     if kind != "text":
-        raise UserError(f"{place}.format.type must be text, got {_short(kind)}", param="tools")
+        raise UserError(f"{place}.format.type must be text, got {short(kind)}", param="tools")
     about = {"description": tool["description"]} if "description" in tool else {}
     return {"name": tool.get("name"), **about, "parameters": _ONE_TEXT}
 
@@ -167,5 +169,6 @@ def _named(given: Mapping[str, Any]) -> dict[str, Any]:
     return _FUNCTION | {"function": {"name": name}}
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value of a request as an error names it."""
     return repr(value[:40]) if isinstance(value, str) else type(value).__name__

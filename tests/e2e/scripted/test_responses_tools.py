@@ -121,6 +121,11 @@ def test_calls_and_results_go_back_as_the_model_wrote_them(server: Server) -> No
     assert [item["type"] for item in listed] == [result["type"] for result in results]
 
 
+def test_a_namespace_holds_no_other(server: Server) -> None:
+    refused = server.post(PATH, {"input": "?", "tools": [CRM | {"tools": [CRM]}]})
+    assert refused.status_code == 400 and refused.json()["error"]["message"].endswith("this server takes function, custom there")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "patch", "namespace": "crm"}])
 def test_a_custom_tool_can_be_forced(server: Server, choice: Any) -> None:
     server.post(PATH, {"input": "?", "tools": [CRM | {"tools": [PATCH]}], "tool_choice": choice, "max_output_tokens": 1})
